@@ -24,7 +24,7 @@ BENCH ?= rig ddp attention
 # Two threads per rank on two cores make a small step twenty times slower: one each, always.
 export OMP_NUM_THREADS := 1
 
-.PHONY: check test demo lint bench clean env env-dev env-plots
+.PHONY: check test demo lint bench clean env env-dev
 .DEFAULT_GOAL := check
 
 check: env
@@ -33,7 +33,7 @@ check: env
 test: env
 	$(PY) -m pytest $(ARGS)
 
-demo: env-plots
+demo: env
 	$(PY) -m solution.demo $(ARGS)
 
 lint: env-dev
@@ -52,7 +52,6 @@ clean:
 
 env: $(VENV)/.stamp-test
 env-dev: env $(VENV)/.stamp-dev
-env-plots: env $(VENV)/.stamp-plots
 
 # A line for each file that pip fetches, and one for the unpacking: torch alone takes minutes. A pipe
 # would forget pip's exit status, so that travels through it. (awk and sed may wait for a full buffer.)
@@ -78,9 +77,4 @@ $(VENV)/.stamp-test: pyproject.toml
 $(VENV)/.stamp-dev: $(VENV)/.stamp-test
 	@echo "adding to $(VENV): what make lint needs" >&2
 	@{ $(PIP) -e '.[test,dev]'; $(STATUS); } | $(SHOWN)
-	@touch $@
-
-$(VENV)/.stamp-plots: $(VENV)/.stamp-test
-	@echo "adding to $(VENV): what draws the charts of make demo" >&2
-	@{ $(PIP) -e '.[test,plots]'; $(STATUS); } | $(SHOWN)
 	@touch $@

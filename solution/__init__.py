@@ -7,7 +7,7 @@ order to read them. This module satisfies `spec_tests/contract` as it stands.
 
 from solution.attention.flash import FlashAttentionTorch, flash_attention
 from solution.attention.triton_launch import FlashAttentionTriton, flash_attention_triton
-from solution.checkpoint import AsyncCheckpointer, load_checkpoint, save_checkpoint
+from solution.checkpoint import load_checkpoint, save_checkpoint
 from solution.data.loader import token_loader
 from solution.measure.flops import extrapolate_training, flops_per_token, model_flops_utilization
 from solution.measure.memory import memory_estimate

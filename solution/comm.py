@@ -1,12 +1,12 @@
-"""Who talks to whom: the only file that calls collectives.
+"""Communication: the only file that calls collectives.
 
 Problem. Collectives are where distributed programs hang and where backends differ. Kept in one
 file and named by what they mean, they can be counted, replaced and reasoned about; the layers above
 are arithmetic and order.
 
-Every function takes `group`, None being the default group. What can overlap with compute returns a
-`Handle`, and nothing that was passed in may be read or written before `handle.wait()`; what is
-used at once (agreement, initial values, numbers for the host, HSDP's sum over replicas) blocks.
+Every function takes `group`, None being the default group. A function that can overlap with compute
+returns a `Handle`, and nothing that was passed in may be read or written before `handle.wait()`.
+The others (agreement, initial values, numbers for the host, HSDP's sum over replicas) block.
 
 Invariants.
 1. All ranks of a group issue the same functions in the same order with equal shapes and dtypes.
@@ -199,18 +199,3 @@ def gather_objects(value: Any, group: Group = None) -> list[Any]:
     values: list[Any] = [None] * size(group)
     dist.all_gather_object(values, value, group=group)
     return values
-
-
-def own_cpu_group(group: Group = None) -> Group:
-    """Return a new gloo group of the ranks of `group`, for another thread; all of them call it."""
-    if not is_initialized():
-        return None
-    # Made by its members alone: ranks outside of `group` do not take part.
-    ranks = dist.get_process_group_ranks(group)
-    return dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-
-
-def leave(group: Group) -> None:
-    """Destroys a group that `own_cpu_group` made."""
-    if group is not None and is_initialized():
-        dist.destroy_process_group(group)

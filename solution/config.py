@@ -1,16 +1,10 @@
-"""Settings of models: frozen dataclasses, tables of presets, and strict parsing.
+"""Settings of models: frozen dataclasses, and tables of presets.
 
 `GPT2Config` and `LlamaConfig` describe the model, `TrainConfig` (in `solution.train_config`) the
-run. Each checks its values when it is made. `parse` builds any of them from a mapping (a TOML file,
-command-line flags) and refuses unknown keys: a misspelt key that is silently ignored trains the
-wrong model for a day.
+run. Each checks its values when it is made.
 
     >>> GPT2Config.preset("small").embedding_dim
     768
-    >>> parse(GPT2Config, {"num_layer": 3})  # doctest: +ELLIPSIS
-    Traceback (most recent call last):
-        ...
-    ValueError: GPT2Config has no field 'num_layer' (did you mean 'num_layers'?); valid fields: ...
 
 Sizes of GPT-2: Radford et al. 2019, table 2, with the counts that the published weights have;
 `tiny` is ours, for the CPU of a laptop. Sizes of Llama: those of the FSDP exercises; `1b` has the
@@ -19,11 +13,7 @@ shape of Llama 3.2 1B (Grattafiori et al. 2024), with a separate matrix for the 
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
-import types
-import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -167,48 +157,6 @@ def _preset(
     if name not in presets:
         raise ValueError(f"expected preset to be one of {list(presets)}, got {name!r}")
     return cls(**presets[name] | ({} if vocab_size is None else {"vocab_size": vocab_size}))
-
-
-def parse(cls: type[Config], settings: Mapping[str, Any]) -> Config:
-    """Build the dataclass `cls`, of fields that are int, float, str, bool or None, from `settings`.
-
-    Strings are converted, as flags have them.
-
-    Raises:
-        ValueError: an unknown key (names the valid ones), a value of another type, or what `cls`
-            itself refuses.
-    """
-    hints = typing.get_type_hints(cls)
-    valid = [f.name for f in dataclasses.fields(typing.cast(Any, cls))]
-    values = {}
-    for key, value in settings.items():
-        if key not in valid:
-            close = difflib.get_close_matches(key, valid, n=1)
-            hint = f" (did you mean {close[0]!r}?)" if close else ""
-            raise ValueError(
-                f"{cls.__name__} has no field {key!r}{hint}; valid fields: {', '.join(valid)}"
-            )
-        values[key] = _convert(f"{cls.__name__}.{key}", value, hints[key])
-    return cls(**values)
-
-
-def _convert(name: str, value: Any, hint: Any) -> Any:
-    """`value` as the type `hint`: strings are read, ints widen to float, nothing else changes."""
-    kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    if value is None and type(None) in kinds:
-        return None
-    kind = next(k for k in kinds if k is not type(None))
-    if kind is bool and isinstance(value, str) and value.lower() in ("true", "false"):
-        return value.lower() == "true"
-    # bool is an int to Python; a flag that was meant as a count is a mistake to us.
-    if type(value) is kind or (kind is float and type(value) is int):
-        return kind(value)
-    if isinstance(value, str) and kind in (int, float):
-        try:
-            return kind(value)
-        except ValueError:
-            pass
-    raise ValueError(f"expected {name} to be {kind.__name__}, got {value!r}")
 
 
 def require_positive(name: str, value: object) -> int:

@@ -1,18 +1,7 @@
-"""The terminal: a line that overwrites itself while data is prepared, numbers, and tables.
-
-Of the line nothing is written where stderr is not a terminal, so logs hold no control characters.
-"""
+"""Numbers and tables as text."""
 
 import math
-import sys
 from collections.abc import Sequence
-
-
-def status_line(text: str) -> None:
-    """Replace the line under the cursor by `text`; the empty text clears it."""
-    if sys.stderr.isatty():
-        sys.stderr.write(f"\r\033[K{text}")
-        sys.stderr.flush()
 
 
 def significant(value: float, digits: int = 4, *, decimals: int = 0) -> str:

@@ -46,7 +46,7 @@ def plan_buckets(tensors: Sequence[torch.Tensor], *, cap_bytes: float) -> list[l
         bucket.append(index)
         if sum(tensors[member].nbytes for member in bucket) >= cap_bytes:
             buckets.append(filling.pop(kind))
-    # What no tensor closed is complete once its last member, the smallest index, is.
+    # A bucket that is still open is complete when its last member, of the smallest index, is.
     buckets.extend(filling.values())
     return sorted(buckets, key=lambda bucket: -bucket[-1])
 
@@ -88,7 +88,7 @@ def cut(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 def aligned_offsets(
     tensors: Sequence[torch.Tensor], *, alignment_bytes: int = 64
 ) -> tuple[list[int], int]:
-    """Where each tensor begins in a flat buffer of their dtype, in elements, and the buffer's size.
+    """Return offsets of tensors in a flat buffer of their dtype, and its size, in elements.
 
     Every tensor begins where one allocated by itself could: kernels may compute other last bits,
     or more slowly, on memory that is not aligned.

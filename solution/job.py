@@ -1,14 +1,13 @@
-"""One training job, from flags to table: what all `train_*` scripts share.
+"""One training job, from flags to summary: what all `train_*` scripts share.
 
-1. Flags (and a TOML file, `--config`) become a `TrainConfig`; unknown keys are errors.
+1. Flags become a `TrainConfig`; unknown ones are errors.
 2. `Job` derives every number, and refuses what can be refused before the first step, in one line:
    sizes that do not divide, files that are no shards, ids beyond the vocabulary, too little data.
    `--dry-run` ends there.
 3. `solution.train_baseline.train` builds the same model on every rank, wraps it and trains.
-4. Rank 0 keeps the log (`solution.runlog`). The traffic of one step is counted, and that step is
-   left out of the timing, as evaluations are.
-5. Every rank writes OUT/NAME.rankR.json: throughput, reductions and bytes, peak memory, fingerprint
-   of the final weights. Rank 0 ends with a table.
+4. Rank 0 keeps the log (`solution.runlog`). The traffic of one step is counted.
+5. Every rank writes OUT/NAME.rankR.json: throughput, messages and bytes of a step, memory, and a
+   fingerprint of the final weights. Rank 0 prints the main ones.
 6. With `--profile-steps` it records some steps (`solution.measure.recording`): one file per rank,
    TRACES/SETUP/rankN_trace.json, for `python -m solution.analyze_traces`.
 7. With `--checkpoint-dir` it saves, resumes, and stops on SIGTERM (`solution.resume`).
@@ -20,38 +19,38 @@ itself reports any of them as 1, and says which in its last lines.)
 import contextlib
 import dataclasses
 import hashlib
+import itertools
 import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from solution import comm
 from solution.attention import unavailable
 from solution.checkpoint import CheckpointError
 from solution.console import significant
 from solution.data.loader import TokenLoader, token_loader
 from solution.data.prepare import read_meta
 from solution.data.shards import find_shards, write_atomically
-from solution.evaluate import evaluate
-from solution.measure.memory import Holdings, memory_history, peak_memory_bytes
-from solution.measure.recording import WARM_UP, Recording, ShortRunError, require_free
+from solution.measure.memory import memory_history, optimizer_tensors, peak_memory_bytes
+from solution.measure.recording import Recording, ShortRunError, require_free
 from solution.measure.trace import listed
 from solution.measure.traffic import Traffic
-from solution.models import families
+from solution.models.families import parameter_count
 from solution.optim import cosine_schedule, decay_groups
+from solution.parallel.agreement import on_all_ranks
 from solution.parallel.fsdp.api import full_parameters
 from solution.parallel.zero1 import ShardedOptimizer
-from solution.precision import Precision
 from solution.runlog import RunLog, say
 from solution.train_config import TrainConfig
-from solution.trainer import DataExhaustedError, NonFiniteError, StepRecord, accumulation_steps
+from solution.trainer import DataExhaustedError, NonFiniteError, accumulation_steps, evaluate
 from solution.world import World, distributed
 
 COUNTED_STEP = 2  # the third: PyTorch's DDP settles its buckets after the first
@@ -61,6 +60,16 @@ DONE, FAILED, BAD_INPUT, OUT_OF_DATA, INTERRUPTED = range(5)
 
 class Interrupted(RuntimeError):
     """The run was told to stop, and has saved what it had."""
+
+
+STATUS: dict[type[Exception], int] = {
+    Interrupted: INTERRUPTED,
+    DataExhaustedError: OUT_OF_DATA,
+    ShortRunError: BAD_INPUT,
+    NonFiniteError: FAILED,
+    CheckpointError: FAILED,
+}
+REPORTED: tuple[type[Exception], ...] = (*STATUS, ValueError, OSError)
 
 
 class Job:
@@ -87,17 +96,14 @@ class Job:
         self.sequence_length = config.sequence_length or self.model_config.max_sequence_length
         self.loader = self._loader("train")
         self.val_loader = None if config.eval_every is None else self._loader("val")
-        self.recording = self._recording()
         self.learning_rate = cosine_schedule(
             config.learning_rate, num_steps=config.steps, warmup_steps=config.warmup_steps
         )
-        self.precision = Precision(config.precision)
-        self.times: list[float] = []  # seconds of each step that this process took
+        self.recording = self._recording()
+        self.seconds: list[float] = []  # of each step that this process took
+        self.val_loss: float | None = None  # the newest
         self._traffic = Traffic()
-        self._val_loss: float | None = None
         self._check_data()
-
-    # --- before the first step
 
     def _loader(self, split: str) -> TokenLoader:
         return token_loader(
@@ -153,27 +159,22 @@ class Job:
 
     def announcement(self) -> str:
         """Return every derived number, in a few lines."""
-        config, loader = self.config, self.loader
-        tokens = config.global_batch_size * self.sequence_length
-        flops = families.flops_per_token(self.model_config, sequence_length=self.sequence_length)
-        text = (
-            f"{self.name}: {config.model} {config.size}, "
-            f"{families.parameter_count(self.model_config):,} parameters, vocabulary "
-            f"{self.model_config.vocab_size:,}, {significant(flops / 1e6)} MFLOP/token, "
-            f"{config.precision}; {self.world.size} rank(s) on {self.world.device.type}\n"
-            f"  step: {config.global_batch_size} sequences = {self.num_micro_batches} micro-batches"
-            f" x {config.micro_batch_size} x {self.world.size} rank(s) = {tokens:,} tokens\n"
+        config, loader, num_ranks = self.config, self.loader, self.world.size
+        sizes = f"{self.num_micro_batches} micro-batches x {config.micro_batch_size} x {num_ranks}"
+        lines = [
+            f"{self.name}: {config.model} {config.size}, {parameter_count(self.model_config):,} "
+            f"parameters, vocabulary {self.model_config.vocab_size:,}, {config.precision}; "
+            f"{num_ranks} rank(s) on {self.world.device.type}",
+            f"  step: {config.global_batch_size} sequences = {sizes} rank(s) = "
+            f"{config.global_batch_size * self.sequence_length:,} tokens; {config.steps} steps",
             f"  data: {len(loader.shards)} shards, {loader.num_sequences:,} sequences of "
-            f"{self.sequence_length}, {len(loader) // self.num_micro_batches:,} steps per "
-            f"pass; {config.steps} steps, {config.steps * tokens:,} tokens"
-        )
+            f"{self.sequence_length}, {len(loader) // self.num_micro_batches:,} steps per pass",
+        ]
         if self.val_loader is not None:
             num_batches = min(config.eval_batches, len(self.val_loader))
-            text += (
-                f"\n  evaluation: every {config.eval_every} steps, "
-                f"{num_batches * self.val_loader.global_batch_size} sequences"
-            )
-        return text
+            num_sequences = num_batches * self.val_loader.global_batch_size
+            lines += [f"  evaluation: every {config.eval_every} steps, {num_sequences} sequences"]
+        return "\n".join(lines)
 
     def optimizer(self, module: nn.Module) -> torch.optim.Optimizer:
         """AdamW; with `zero1` every rank keeps the state of a part of the parameters."""
@@ -182,16 +183,11 @@ class Job:
             return ShardedOptimizer(groups, torch.optim.AdamW, lr=self.config.learning_rate)
         return torch.optim.AdamW(groups, lr=self.config.learning_rate)
 
-    # --- while it runs
-
     @contextmanager
-    def running(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, finished: int
-    ) -> Iterator[RunLog]:
+    def running(self, finished: int) -> Iterator[RunLog]:
         """Open the log around all steps; `finished` of them were taken by an earlier process."""
         config = self.config
         self._counted = min(finished + COUNTED_STEP, config.steps - 1)
-        self._first_step, self._holdings = finished, Holdings(model, optimizer)
         self.recording.require(config.steps - finished)
         Path(config.out).mkdir(parents=True, exist_ok=True)
         self._summary_path.unlink(missing_ok=True)  # an earlier run's would be mistaken for ours
@@ -207,12 +203,10 @@ class Job:
     def watching(self, step: int) -> Iterator[None]:
         """Time one optimizer step; profile it and count its traffic where that is due."""
         started = time.perf_counter()
-        with contextlib.ExitStack() as instruments:
-            instruments.enter_context(self.recording.step(step + 1))
-            for each in (self._traffic, self._holdings) if step == self._counted else ():
-                instruments.enter_context(each)
+        counting = self._traffic if step == self._counted else contextlib.nullcontext()
+        with self.recording.step(step + 1), counting:
             yield
-        self.times.append(time.perf_counter() - started)
+        self.seconds.append(time.perf_counter() - started)
 
     @property
     def _summary_path(self) -> Path:
@@ -220,79 +214,60 @@ class Job:
 
     def evaluate(self, model: nn.Module, finished: int) -> float | None:
         """Return the validation loss if one is due after `finished` steps; all ranks call it."""
-        every, loader = self.config.eval_every, self.val_loader
-        if loader is None or every is None or (finished % every and finished != self.config.steps):
+        config, loader = self.config, self.val_loader
+        every = config.eval_every
+        if loader is None or every is None or (finished % every and finished != config.steps):
             return None
-        self._val_loss = evaluate(
-            model, loader, max_batches=self.config.eval_batches, precision=self.precision
-        )
-        return self._val_loss
+        batches = itertools.islice(loader, config.eval_batches)
+        self.val_loss = evaluate(model, batches, dtype=config.dtype)
+        return self.val_loss
 
-    # --- at its end
-
-    def summarize(self, module: nn.Module, last: StepRecord, log: RunLog) -> None:
-        """Write this rank's summary; the first rank prints the table, too."""
-        summary = self._summary(module, last)
-        write_atomically(self._summary_path, json.dumps(summary, indent=2).encode() + b"\n")
-        if self.world.is_first:
-            say(self._table(log, summary))
-
-    def _summary(self, module: nn.Module, last: StepRecord) -> dict[str, Any]:
-        """Return this rank's numbers; throughput is of the median step, over all ranks."""
-        # The first step warms up; counted and recorded ones are slowed down by being watched.
-        recorded = range(WARM_UP, WARM_UP + self.config.profile_steps)
-        untypical = (0, self._counted - self._first_step, *recorded)
-        times = [s for index, s in enumerate(self.times) if index not in untypical] or self.times
-        tokens = self.config.global_batch_size * self.sequence_length
-        traffic, dtypes = self._traffic, (torch.float32, torch.bfloat16)  # its own are float64
-        return {
+    def summarize(self, module: nn.Module, optimizer: torch.optim.Optimizer, log: RunLog) -> None:
+        """Write this rank's summary; the first rank prints the main lines, too."""
+        config, traffic, dtypes = self.config, self._traffic, (torch.float32, torch.bfloat16)
+        parameters = list(module.parameters())
+        # All ranks' tokens over this rank's median step: watched ones, and the first, are slower.
+        tokens = config.global_batch_size * self.sequence_length
+        summary: dict[str, Any] = {
             "name": self.name,
             "rank": self.world.rank,
             "world_size": self.world.size,
             "device": str(self.world.device),
-            "steps": last["step"],
-            "loss": last["loss"],
-            "val_loss": self._val_loss,
-            "tokens_per_s": tokens / statistics.median(times),
+            "steps": config.steps,
+            "val_loss": self.val_loss,
+            "tokens_per_s": tokens / statistics.median(self.seconds),
+            # Control messages, the trainer's own, are float64.
             "reductions_per_step": traffic.count(*dtypes),
             "bytes_per_step": traffic.num_bytes(*dtypes),
             "collectives": traffic.by_kind(*dtypes),
             "control_messages_per_step": traffic.count() - traffic.count(*dtypes),
-            "control_bytes_per_step": traffic.num_bytes() - traffic.num_bytes(*dtypes),
             "peak_memory_bytes": peak_memory_bytes(self.world.device),
-            "parameter_bytes": sum(p.numel() * p.element_size() for p in module.parameters()),
+            "parameter_bytes": sum(p.nbytes for p in parameters),
+            "held_bytes": {
+                "parameters": _local_bytes(parameters),
+                "optimizer": _local_bytes(optimizer_tensors(optimizer)),
+            },
             "weights_sha256": fingerprint(module),
-            "config": dataclasses.asdict(self.config),
-            "held_bytes": self._holdings.num_bytes,
+            "config": dataclasses.asdict(config),
         }
+        write_atomically(self._summary_path, json.dumps(summary, indent=2).encode() + b"\n")
+        if self.world.is_first:
+            val_loss = "" if self.val_loss is None else f", validation loss {self.val_loss:.6f}"
+            trace = f", {self.recording.path}" if self.recording.is_written else ""
+            say(
+                f"  training completed, {significant(sum(self.seconds), 3)} s in steps; loss "
+                f"{log.lines[0]['loss']:.6f} -> {log.lines[-1]['loss']:.6f}{val_loss}\n"
+                f"  {significant(summary['tokens_per_s'], 3)} tokens/s (median step, all ranks), "
+                f"peak memory {summary['peak_memory_bytes'] / 2**20:,.0f} MiB per rank\n"
+                f"  sent per step: {listed(summary['collectives'])}; "
+                f"{summary['bytes_per_step']:,} bytes\n"
+                f"  {log.path}, {self._summary_path}{trace}"
+            )
 
-    def _table(self, log: RunLog, summary: dict[str, Any]) -> str:
-        """Return what the run came to, with the files that hold the rest."""
-        lines, rate = log.lines, summary["tokens_per_s"]
-        flops = families.flops_per_token(self.model_config, sequence_length=self.sequence_length)
-        rows: dict[str, object] = {
-            "training": f"completed, {significant(sum(self.times), 3)} s in steps",
-            "steps": f"{summary['steps']}, {sum(line['tokens'] for line in lines):,} tokens",
-            "loss": f"{lines[0]['loss']:.6f} -> {lines[-1]['loss']:.6f}",
-            "validation loss": "-" if self._val_loss is None else f"{self._val_loss:.6f}",
-        }
-        if self.precision.name == "fp16":
-            skipped = sum(line["skipped"] for line in lines)
-            rows["overflows"] = f"{skipped}, loss scale {self.precision.scale:g}"
-        rows |= {
-            "tokens/s": f"{significant(rate, 3)} (median step, all ranks), "
-            f"{significant(rate * flops / 1e9)} GFLOP/s",
-            "traffic": f"{listed(summary['collectives'])}; {summary['bytes_per_step']:,} bytes per "
-            "step",
-            "peak memory": f"{summary['peak_memory_bytes'] / 2**20:,.0f} MiB per rank",
-            "log": log.path,
-            "summary": self._summary_path,
-            "plots": log.plot() or "- (matplotlib is not installed)",
-        }
-        if self.recording.is_written:
-            rows["trace"] = self.recording.path
-        width = max(map(len, rows))
-        return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows.items())
+
+def _local_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Return the bytes of what this rank has of each tensor."""
+    return sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in tensors)
 
 
 def fingerprint(module: nn.Module) -> str:
@@ -310,31 +285,6 @@ def fingerprint(module: nn.Module) -> str:
 Wrap = Callable[[nn.Module, TrainConfig, World], nn.Module]
 
 
-REFUSALS = (ValueError, OSError, DataExhaustedError, ShortRunError)
-
-
-def _job_on_all_ranks(config: TrainConfig, world: World, name: str) -> tuple[Job | Exception, bool]:
-    """Return this rank's job, or why it is refused, and whether an earlier rank says so.
-
-    Where one rank refuses, all do: the others would wait for it.
-    """
-    found: Job | Exception
-    try:
-        found, reason = Job(config, world, name=name), None
-    except REFUSALS as error:
-        found, reason = error, str(error)
-    reasons = comm.gather_objects(reason)
-    if reason is None and any(reasons):
-        return ValueError("another rank refuses to start, and says why"), True
-    return found, reason is not None and reason in reasons[: world.rank]
-
-
-def _complain(where: str | None, text: str) -> None:
-    """Write to stderr, unless another rank has said it (None)."""
-    if where is not None:
-        sys.stderr.write(f"{where}{text}\n")
-
-
 def main(
     train: Callable[[Job, Wrap], None],
     wrap: Wrap,
@@ -348,32 +298,35 @@ def main(
     `train` carries a job out, `wrap` puts the model into what reduces its gradients, and the fields
     of the config `kind` are the flags. A `name` of None, for the files, is the config's.
     """
-    where: str | None = ""
-    job = None
+    world: World | None = None
+    job: Job | None = None  # once no rank refuses its own
     try:
         config, is_dry_run = kind.from_command_line(description)
         with distributed(device=None if config.device == "auto" else config.device) as world:
-            where = f"[rank {world.rank}] " if world.size > 1 else ""
-            found, is_said = _job_on_all_ranks(config, world, name or config.name)
-            if isinstance(found, Exception):
-                where = None if is_said else where
-                raise found
-            job = found
+            job = _on_all_ranks(config, world, name or config.name)
             if world.is_first:
                 say(job.announcement())
             if not is_dry_run:
                 train(job, wrap)
             return DONE
-    except Interrupted as error:
-        _complain(where, f"{error}")
-        return INTERRUPTED
-    except (DataExhaustedError, NonFiniteError, CheckpointError, ShortRunError) as error:
-        _complain(where, f"error: {error}")
-        if isinstance(error, DataExhaustedError):
-            return OUT_OF_DATA
-        return BAD_INPUT if job is None and isinstance(error, ShortRunError) else FAILED
-    except (ValueError, OSError) as error:
-        if job is not None:  # the request was right: this is a bug, and needs its stack
+    except REPORTED as error:
+        status = STATUS.get(type(error))
+        if status is None and job is not None:  # the request was right: a bug, and needs its stack
             raise
-        _complain(where, f"error: {error}")
-        return BAD_INPUT
+        if job is not None or world is None or world.is_first:  # which knows of every refusal
+            where = f"[rank {world.rank}] " if world is not None and world.size > 1 else ""
+            said = "" if status == INTERRUPTED else "error: "
+            sys.stderr.write(f"{where}{said}{error}\n")
+        return BAD_INPUT if status is None else status
+
+
+def _on_all_ranks(config: TrainConfig, world: World, name: str) -> Job:
+    """Return this rank's job; raise on all ranks if one of them refuses it."""
+    made: list[Job] = []
+
+    def prepare() -> list[str]:
+        made.append(Job(config, world, name=name))
+        return []
+
+    on_all_ranks(prepare, [None], expected="a job that no rank refuses")
+    return made[0]

@@ -1,4 +1,4 @@
-"""What one training step takes: predicted by term and phase, measured, and the difference.
+"""Memory of one training step: predicted by term and phase, measured, and the difference.
 
     python -m solution.memory_analysis                                 # GPT-2 small, 8 x 1024
     python -m solution.memory_analysis --model llama --preset 1b --no-measure
@@ -20,7 +20,6 @@ import torch
 from solution.console import aligned, significant
 from solution.measure.memory import Prediction, kernel_bytes, measured_step, memory_history
 from solution.measure.workload import BAD_INPUT, DONE, Workload, keep, parser
-from solution.models import families
 
 MIB = 2**20
 DOES_NOT_FIT = 3
@@ -56,13 +55,7 @@ def _room(gib: float | None, device: torch.device) -> int | None:
 
 
 def _analyse(work: Workload, flags: argparse.Namespace, room: int | None) -> int:
-    found, closed = work.predict(work.batch_size), None
-    settings = work.settings
-    kind = (settings.attention, settings.activation_checkpointing, work.autocast)
-    if kind == ("sdpa", "none", None):
-        closed = families.activation_bytes(
-            work.config, batch_size=work.batch_size, sequence_length=work.length
-        )
+    found = work.predict(work.batch_size)
     fits = room is None or found.peak_bytes <= room
     print(work.title)
     measured = None
@@ -70,15 +63,12 @@ def _analyse(work: Workload, flags: argparse.Namespace, room: int | None) -> int
         model, ids = work.build(work.batch_size)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
         with memory_history(flags.out / "memory_snapshot.pickle" if flags.snapshot else None):
-            measured = measured_step(model, optimizer, ids, autocast=work.autocast)
+            measured = measured_step(model, optimizer, ids, dtype=work.dtype)
     print(_table(found, measured or {}))
     print(_in_the_exercise_s_words(found, measured or {}))
-    if closed is not None:
-        print(f"  activations in closed form: {closed:,} bytes")
     record = {
         "setup": work.title,
         "predicted": {"terms": found.terms, "peaks": found.peaks, "peak": found.peak_bytes},
-        "closed_form_activations": closed,
         "measured": measured,
         "room": room,
         "fits": fits,

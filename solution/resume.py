@@ -16,18 +16,18 @@ second one find the addresses of the first.
 
 import signal
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
 
 from solution import comm
-from solution.checkpoint import AsyncCheckpointer, latest_step, load_checkpoint, save_checkpoint
+from solution.checkpoint import Stateful, latest_step, load_checkpoint, save_checkpoint
 from solution.job import Interrupted, Job
 from solution.runlog import say
 from solution.train_config import TrainConfig
 
-# What the weights after n steps depend on, beside the data.
+# The settings on which the weights after n steps depend.
 DECISIVE = (
     *("model", "preset", "vocab_size", "sequence_length", "steps", "global_batch_size"),
     *("learning_rate", "warmup_steps", "weight_decay", "max_norm", "precision", "seed"),
@@ -38,27 +38,22 @@ class Restarts:
     """The saves of one run, and where it resumes; without a checkpoint folder it does nothing."""
 
     def __init__(self, job: Job, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        config = job.config
-        self._config, self._world = config, job.world
+        self._config, self._world = job.config, job.world
         self._parts: dict[str, Any] = {
             "model": model,
             "optimizer": optimizer,
-            "loader": job.loader,
-            "extra": {"precision": job.precision, "settings": _Settings(config)},
+            "loader": _Place(job.loader, job.config),
         }
-        self._background: AsyncCheckpointer | None = None
         self._is_told_to_stop = False
-        if config.checkpoint_dir is not None:
-            self._previous_handler = signal.signal(signal.SIGTERM, self._on_sigterm)
-            if config.async_save:
-                self._background = AsyncCheckpointer(config.checkpoint_dir, keep=config.keep)
 
-    def close(self) -> None:
-        """Restore the handler of SIGTERM, and wait for the last save."""
+    def __enter__(self) -> Self:
+        if self._config.checkpoint_dir is not None:
+            self._previous_handler = signal.signal(signal.SIGTERM, self._on_sigterm)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
         if self._config.checkpoint_dir is not None:
             signal.signal(signal.SIGTERM, self._previous_handler)
-        if self._background is not None:
-            self._background.close()
 
     def resume(self) -> int:
         """Load the newest checkpoint, if there is one; returns the number of finished steps.
@@ -93,13 +88,9 @@ class Restarts:
         is_stopping = bool(comm.sum_over_ranks(flag))
         every = config.save_every
         is_due = finished == config.steps or (every is not None and finished % every == 0)
-        if (is_due or is_stopping) and self._background is not None:
-            self._background.save(step=finished, **self._parts)
-        elif is_due or is_stopping:
+        if is_due or is_stopping:
             save_checkpoint(config.checkpoint_dir, step=finished, keep=config.keep, **self._parts)
         if is_stopping and finished < config.steps:
-            if self._background is not None:
-                self._background.wait()
             raise Interrupted(
                 f"told to stop; saved after step {finished} of {config.steps} in "
                 f"{config.checkpoint_dir}, the same command goes on from there"
@@ -109,23 +100,26 @@ class Restarts:
         self._is_told_to_stop = True
 
 
-class _Settings:
-    """The decisive settings as a state; loading different ones is an error that lists them."""
+class _Place:
+    """The loader's state and the decisive settings; loading refuses others, and lists them."""
 
-    def __init__(self, config: TrainConfig) -> None:
+    def __init__(self, loader: Stateful, config: TrainConfig) -> None:
+        self._loader = loader
         self._own = {name: getattr(config, name) for name in DECISIVE}
 
     def state_dict(self) -> dict[str, Any]:
-        return self._own
+        return {"loader": self._loader.state_dict(), "settings": self._own}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        saved = state["settings"]
         differing = [
-            f"{name} {self._own[name]!r} (saved: {state.get(name)!r})"
-            for name in DECISIVE
-            if self._own[name] != state.get(name)
+            f"{name} {own!r} (saved: {saved.get(name)!r})"
+            for name, own in self._own.items()
+            if own != saved.get(name)
         ]
         if differing:
             raise ValueError(
                 f"expected the settings that the run began with, got other ones: "
                 f"{', '.join(differing)}; use those, or another --checkpoint-dir"
             )
+        self._loader.load_state_dict(state["loader"])

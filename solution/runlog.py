@@ -1,16 +1,13 @@
-"""The log of a run: lines on stdout, a JSONL file, plots and a table. The first rank keeps it.
+"""The log of a run: lines on stdout and a JSONL file. The first rank keeps it.
 
 Lines go to stdout, every `log_every` steps and at the first and the last. OUT/NAME.jsonl has one
-line per step, flushed, so that what a killed run did can be read. OUT/NAME.png (loss, learning
-rate, seconds per step) is drawn from it at the end, never during training, where matplotlib is
-installed.
+line per step, flushed, so that what a killed run did can be read.
 """
 
 import contextlib
 import json
 import sys
 import time
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -59,45 +56,15 @@ class RunLog:
         self._file.flush()
         step = record["step"]
         is_turn = step in (1, self._config.steps) or step % self._config.log_every == 0
-        if is_turn or val_loss is not None or record.get("skipped"):
-            say(_text(line, time.perf_counter() - self._begun))
-
-    def plot(self) -> Path | None:
-        """Draw loss, learning rate and step time over the steps; None without matplotlib."""
-        if self.path is None or not find_spec("matplotlib"):
-            return None
-        from matplotlib.figure import Figure  # here: half a second, and optional
-
-        figure = Figure(figsize=(12, 3.5), layout="constrained")
-        charts = figure.subplots(1, 3)
-        titles = {"loss": "loss", "lr": "learning rate", "step_s": "seconds per step"}
-        steps = [line["step"] for line in self.lines]
-        for axes, (key, title) in zip(charts, titles.items(), strict=True):
-            axes.plot(steps, [line[key] for line in self.lines], label="training")
-            axes.set(xlabel="step", title=title)
-        evaluated = [line for line in self.lines if "val_loss" in line]
-        if evaluated:
-            xs, ys = zip(*((line["step"], line["val_loss"]) for line in evaluated), strict=True)
-            charts[0].plot(xs, ys, "o-", label="validation")
-            charts[0].legend()
-        path = self.path.with_suffix(".png")
-        figure.savefig(path)
-        return path
-
-
-def _text(line: dict[str, Any], since_begin_s: float) -> str:
-    text = (
-        f"step {line['step']:5d} | loss {line['loss']:.6f} | lr {line['lr']:.2e} | "
-        f"time {significant(line['step_s'], 3)} s, "
-        f"{significant(since_begin_s, 3)} s since the start | "
-        f"{significant(line['tokens_per_s'], 3)} tokens/s | "
-        f"grad norm {significant(line['grad_norm'], 5, decimals=4)}"
-    )
-    if line.get("skipped"):
-        text += f" | {line['skipped']} overflow(s), loss scale now {line['scale']:g}"
-    if "val_loss" in line:
-        text += f" | val loss {line['val_loss']:.6f}"
-    return text
+        if is_turn or val_loss is not None:
+            say(
+                f"step {step:5d} | loss {record['loss']:.6f} | lr {record['lr']:.2e} | "
+                f"time {significant(seconds, 3)} s, "
+                f"{significant(time.perf_counter() - self._begun, 3)} s since the start | "
+                f"{significant(rate, 3)} tokens/s | "
+                f"grad norm {significant(record['grad_norm'], 5, decimals=4)}"
+                + ("" if val_loss is None else f" | val loss {val_loss:.6f}")
+            )
 
 
 def _lines_until(path: Path, finished: int) -> list[dict[str, Any]]:

@@ -6,26 +6,22 @@
                           unit, and the root is one
 
 For code that has a module, a loss and micro-batches, and no wish to call wrapper, accumulation,
-clipping and checkpoints in the right order by itself. `solution.trainer` is the loop for language
-models, with token counts and records; this is the same step for any loss.
-
-One step: drop old gradients; forward and backward of every micro-batch, its loss divided by their
-number, all but the last inside `no_sync`; finish the reduction; clip once by the global norm; step.
+clipping and checkpoints in the right order by itself. The step is that of `solution.trainer`, for
+any loss: each is divided by the number of micro-batches.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from solution import comm, parallel
+from solution import comm
 from solution.checkpoint import load_checkpoint, save_checkpoint
 from solution.config import require_positive
 from solution.parallel.clip import clip_grad_norm_
@@ -33,106 +29,74 @@ from solution.parallel.ddp import ddp_bucketed
 from solution.parallel.fsdp import fully_shard
 from solution.parallel.fsdp.api import full_parameters
 from solution.parallel.zero1 import sharded_optimizer
+from solution.trainer import Loss, computing_in, device_of, evaluating, mean_gradient
 
-Loss = Callable[[nn.Module, Any], torch.Tensor]
 BUCKET_SIZE_MB = 25.0
 
 
 class StrategyTrainer:
-    """Steps, evaluations and checkpoints of one model; what is divided is the subclass's matter."""
+    """Steps, evaluations and checkpoints of one model.
 
-    declares: ClassVar[dict[str, str]] = {}
+    Args:
+        model: `module` in its wrapper, with `optimizer` over its parameters.
+        process_group: the ranks that take part; None is all.
+        declares: choices that differ from the contract's defaults.
+
+    The other arguments are those of the contract's `build_trainer`.
+    """
 
     def __init__(
         self,
         module: nn.Module,
-        make_optimizer: Any,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
         *,
         loss: Loss,
+        process_group: comm.Group,
         accumulation: int = 1,
         max_norm: float | None = None,
         dtype: torch.dtype = torch.float32,
-        process_group: comm.Group = None,
+        declares: Mapping[str, str] | None = None,
     ) -> None:
         if max_norm is not None and not max_norm > 0:
             raise ValueError(f"expected max_norm > 0 or None, got {max_norm}")
-        self._module, self._loss, self._group = module, loss, process_group
+        self.declares = declares or {}
+        self._module, self._model, self._optimizer = module, model, optimizer
+        self._loss, self._group = loss, process_group
         self._num_micro_batches = require_positive("accumulation", accumulation)
         self._max_norm, self._dtype = max_norm, dtype
-        self._trainable = _trainable(module)
-        self._model = self._wrap(module)
-        self._optimizer = self._make(make_optimizer)
-        self._rates = [group["lr"] for group in self._optimizer.param_groups]
-
-    def _wrap(self, module: nn.Module) -> nn.Module:
-        return ddp_bucketed(module, bucket_size_mb=BUCKET_SIZE_MB, process_group=self._group)
-
-    def _make(self, make_optimizer: Any) -> torch.optim.Optimizer:
-        optimizer: torch.optim.Optimizer = make_optimizer(self._module.named_parameters())
-        return optimizer
+        self._rates = [group["lr"] for group in optimizer.param_groups]
 
     def step(self, micro_batches: Sequence[Any]) -> torch.Tensor:
         """Take one optimizer step; returns the mean of this rank's losses, a 0-d tensor.
 
         Raises:
             ValueError: another number of micro-batches than `accumulation`.
-            RuntimeError: parameters were frozen or thawed since the replicas were wrapped.
+            RuntimeError: a parameter of a replica was thawed since it was wrapped.
         """
-        if len(micro_batches) != self._num_micro_batches:
+        number = self._num_micro_batches
+        if len(micro_batches) != number:
             raise ValueError(
-                f"rank {comm.rank(self._group)}: expected {self._num_micro_batches} micro-batches, "
-                f"got {len(micro_batches)}; leave the rest of an epoch out, or build a trainer "
-                "with another accumulation"
+                f"rank {comm.rank(self._group)}: expected {number} micro-batches, got "
+                f"{len(micro_batches)}; leave the rest of an epoch out, or build a trainer with "
+                "another accumulation"
             )
-        self._require_same_trainable()
-        self._drop_gradients()
-        losses = []
-        for index, micro_batch in enumerate(micro_batches):
-            is_last = index == len(micro_batches) - 1
-            with contextlib.nullcontext() if is_last else self._no_sync():
-                loss = self._forward(micro_batch)
-                losses.append(loss.detach())
-                (loss / len(micro_batches)).backward()
-        parallel.finish_gradient_synchronization(self._model)
-        if self._max_norm is not None:
-            clip_grad_norm_(self._model.parameters(), self._max_norm)
-        self._optimizer.step()
-        self._drop_gradients()
+        with mean_gradient(
+            self._model, self._optimizer, micro_batches, self._forward, scale=1 / number
+        ) as losses:
+            if self._max_norm is not None:
+                clip_grad_norm_(self._model.parameters(), self._max_norm)
+            self._optimizer.step()
         return torch.stack(losses).mean()
 
-    def _no_sync(self) -> contextlib.AbstractContextManager[None]:
-        return parallel.no_sync(self._model)
-
-    def _forward(self, micro_batch: Any) -> torch.Tensor:
-        if self._dtype == torch.float32:
-            return self._loss(self._model, micro_batch)
-        device = next(self._module.parameters()).device
-        with torch.autocast(device.type, dtype=self._dtype):
-            return self._loss(self._model, micro_batch)
-
-    def _require_same_trainable(self) -> None:
-        changed = sorted(self._trainable ^ _trainable(self._module))
-        if changed:
-            raise RuntimeError(
-                f"rank {comm.rank(self._group)}: expected the parameters that were trainable at "
-                f"construction, got changes of requires_grad at {', '.join(changed)}; build a new "
-                "trainer after freezing or thawing"
-            )
-
-    def _drop_gradients(self) -> None:
-        self._optimizer.zero_grad(set_to_none=True)
-        self._model.zero_grad(set_to_none=True)  # also what the optimizer does not hold
+    def _forward(self, model: nn.Module, micro_batch: Any) -> torch.Tensor:
+        with computing_in(self._dtype, device_of(model)):
+            return self._loss(model, micro_batch)
 
     def evaluate(self, batch: Any) -> torch.Tensor:
         """Return this rank's loss of the batch with current weights, in evaluation mode."""
-        modes = [(part, part.training) for part in self._model.modules()]
-        self._model.eval()
-        try:
-            with torch.no_grad():
-                return self._forward(batch)
-        finally:
-            for part, is_training in modes:
-                part.training = is_training
+        with evaluating(self._model):
+            return self._forward(self._model, batch)
 
     def full_parameters(self) -> dict[str, torch.Tensor]:
         """Return copies of the current weights, whole, by the names of the plain model."""
@@ -145,12 +109,9 @@ class StrategyTrainer:
 
     def save(self, directory: str | os.PathLike[str]) -> None:
         """Write weights and optimizer state below `directory`; see `save_checkpoint`."""
+        model, optimizer = self._model, self._optimizer
         save_checkpoint(
-            directory,
-            step=0,
-            model=self._model,
-            optimizer=self._optimizer,
-            process_group=self._group,
+            directory, step=0, model=model, optimizer=optimizer, process_group=self._group
         )
 
     def load(self, directory: str | os.PathLike[str]) -> None:
@@ -160,53 +121,39 @@ class StrategyTrainer:
         )
 
 
-class Zero1Trainer(StrategyTrainer):
-    """Replicas whose optimizer state is divided."""
-
-    def _make(self, make_optimizer: Any) -> torch.optim.Optimizer:
-        return sharded_optimizer(
-            make_optimizer.groups(self._module.named_parameters()),
-            make_optimizer.cls,
-            process_group=self._group,
-            **make_optimizer.options,
-        )
+def build_trainer(
+    module: nn.Module, make_optimizer: Any, *, process_group: comm.Group = None, **options: Any
+) -> StrategyTrainer:
+    """Return a trainer of replicas, with the contract's arguments."""
+    model = ddp_bucketed(module, bucket_size_mb=BUCKET_SIZE_MB, process_group=process_group)
+    optimizer = make_optimizer(module.named_parameters())
+    return StrategyTrainer(module, model, optimizer, process_group=process_group, **options)
 
 
-class FsdpTrainer(StrategyTrainer):
-    """Shards; weights begin as the caller seeded them."""
-
-    declares: ClassVar[dict[str, str]] = {"start": "own"}
-
-    def _wrap(self, module: nn.Module) -> nn.Module:
-        group = dist.group.WORLD if self._group is None else self._group
-        assert group is not None
-        mesh = DeviceMesh.from_group(group, next(module.parameters()).device.type)
-        for block in _blocks(module):
-            fully_shard(block, mesh=mesh)
-        sharded: nn.Module = fully_shard(module, mesh=mesh)
-        return sharded
-
-    def _require_same_trainable(self) -> None:
-        """Shards may be frozen and thawed between steps."""
-
-
-def build_trainer(module: nn.Module, make_optimizer: Any, **options: Any) -> StrategyTrainer:
-    """Return a trainer of replicas, with the arguments of `StrategyTrainer`."""
-    return StrategyTrainer(module, make_optimizer, **options)
-
-
-def build_zero1_trainer(module: nn.Module, make_optimizer: Any, **options: Any) -> Zero1Trainer:
+def build_zero1_trainer(
+    module: nn.Module, make_optimizer: Any, *, process_group: comm.Group = None, **options: Any
+) -> StrategyTrainer:
     """Return a trainer of replicas with a divided optimizer state."""
-    return Zero1Trainer(module, make_optimizer, **options)
+    model = ddp_bucketed(module, bucket_size_mb=BUCKET_SIZE_MB, process_group=process_group)
+    groups, kind = make_optimizer.groups(module.named_parameters()), make_optimizer.cls
+    optimizer = sharded_optimizer(
+        groups, kind, process_group=process_group, **make_optimizer.options
+    )
+    return StrategyTrainer(module, model, optimizer, process_group=process_group, **options)
 
 
-def build_fsdp_trainer(module: nn.Module, make_optimizer: Any, **options: Any) -> FsdpTrainer:
-    """Return a trainer with divided parameters."""
-    return FsdpTrainer(module, make_optimizer, **options)
-
-
-def _trainable(module: nn.Module) -> set[str]:
-    return {name for name, p in module.named_parameters() if p.requires_grad}
+def build_fsdp_trainer(
+    module: nn.Module, make_optimizer: Any, *, process_group: comm.Group = None, **options: Any
+) -> StrategyTrainer:
+    """Return a trainer with divided parameters; weights begin as the caller seeded them."""
+    group = dist.group.WORLD if process_group is None else process_group
+    assert group is not None
+    mesh = DeviceMesh.from_group(group, device_of(module).type)
+    for part in (*_blocks(module), module):
+        fully_shard(part, mesh=mesh)
+    optimizer = make_optimizer(module.named_parameters())
+    options |= {"process_group": process_group, "declares": {"start": "own"}}
+    return StrategyTrainer(module, module, optimizer, **options)
 
 
 def _blocks(module: nn.Module) -> Iterable[nn.Module]:

@@ -14,7 +14,6 @@ Exit status: 0 done, 2 bad input, 3 out of memory.
 
 import argparse
 import functools
-import itertools
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -24,11 +23,14 @@ import torch
 
 from solution.config import require_positive
 from solution.console import significant
-from solution.measure.flops import extrapolate_training, model_flops_utilization
+from solution.measure.flops import (
+    extrapolate_training,
+    flops_per_token,
+    model_flops_utilization,
+)
 from solution.measure.memory import training_loss
 from solution.measure.throughput import is_out_of_memory, measure_throughput, sweep_batch_sizes
 from solution.measure.workload import BAD_INPUT, DONE, Workload, keep, parser
-from solution.models import families
 
 OUT_OF_MEMORY = 3
 MIB = 2**20
@@ -40,9 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = parser("throughput", "Tokens per second of training steps.")
     command.add_argument("--batch-sizes", type=int, nargs="+", help="sweep over these as well")
     command.add_argument("--steps", type=int, default=20, help="that are timed, after the warm-up")
-    command.add_argument("--tf32", action="store_true", help="float32 products in TF32 (GPU)")
     command.add_argument("--compile", action="store_true", help="torch.compile the model")
-    command.add_argument("--fused", action="store_true", help="fused AdamW")
     flags = command.parse_args(arguments)
     try:
         for size in flags.batch_sizes or ():
@@ -58,10 +58,7 @@ def _report(work: Workload, flags: argparse.Namespace) -> int:
     """Measure what was asked for, print it, keep it."""
     is_gpu = work.device.type == "cuda"
     device = torch.cuda.get_device_name(work.device) if is_gpu else "cpu"
-    if is_gpu:
-        torch.backends.cuda.matmul.allow_tf32 = flags.tf32
-    options = [name for name in ("tf32", "compile", "fused") if getattr(flags, name)]
-    print(", ".join([work.title, *options, device]))
+    print(f"{work.title}{', compile' if flags.compile else ''}, {device}")
     try:
         found = _measure(work, flags, device)
     except RuntimeError as error:
@@ -72,7 +69,7 @@ def _report(work: Workload, flags: argparse.Namespace) -> int:
         return OUT_OF_MEMORY
     sizes = {"num_parameters": work.num_parameters, **LARGER}
     larger = extrapolate_training(tokens_per_s=found["tokens_per_s"], **sizes)
-    print(_lines(found, larger, work.autocast or torch.float32))
+    print(_lines(found, larger, work.dtype))
     rows = _sweep(work, flags) if flags.batch_sizes else []
     keep(flags.out / "throughput.json", {"found": found, "larger": larger, "sweep": rows})
     return DONE
@@ -81,11 +78,11 @@ def _report(work: Workload, flags: argparse.Namespace) -> int:
 def _build(work: Workload, flags: argparse.Namespace, batch_size: int) -> Callable[[], None]:
     """Return a training step that owns its model and optimizer."""
     module, ids = work.build(batch_size)
-    optimizer = torch.optim.AdamW(module.parameters(), lr=3e-4, fused=flags.fused or None)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=3e-4)
     model: Any = torch.compile(module) if flags.compile else module
 
     def step() -> None:
-        training_loss(model, ids, work.autocast).backward()
+        training_loss(model, ids, work.dtype).backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
@@ -95,21 +92,18 @@ def _build(work: Workload, flags: argparse.Namespace, batch_size: int) -> Callab
 def _measure(work: Workload, flags: argparse.Namespace, device: str) -> dict[str, Any]:
     """Return the report, with the utilisation."""
     tokens, clock = work.batch_size * work.length, time.perf_counter
-    flops = families.flops_per_token(work.config, sequence_length=work.length)
+    flops = flops_per_token(work.shape(), sequence_length=work.length)
     step = _build(work, flags, work.batch_size)
     found = measure_throughput(step, tokens_per_step=tokens, clock=clock, num_steps=flags.steps)
-    nothing = measure_throughput(lambda: None, tokens_per_step=1, clock=clock, num_steps=101)
     return {
         **found,
         "tokens_per_step": tokens,
         "flops_per_token": flops,
-        "own_overhead_s": nothing["step_s"],
         "mfu": model_flops_utilization(
             tokens_per_s=found["tokens_per_s"],
             flops_per_token=flops,
             device_name=device,
-            dtype=work.autocast or torch.float32,
-            tf32=flags.tf32,
+            dtype=work.dtype,
         ),
     }
 
@@ -131,7 +125,6 @@ def _lines(found: dict[str, Any], larger: dict[str, Any], dtype: torch.dtype) ->
         f"  steps/s       {significant(found['steps_per_s'])}\n"
         f"  FLOPs/token   {flops:,} ({significant(found['tokens_per_s'] * flops / 1e12)} TFLOP/s)\n"
         f"  MFU           {mfu}\n"
-        f"  own overhead  {significant(1e6 * found['own_overhead_s'], 2)} microseconds per step\n"
         f"1T parameters, 10T tokens, at tokens/s that fall as parameters grow:\n"
         f"  tokens/s      {significant(larger['tokens_per_s'])}\n"
         f"  days          {significant(larger['days'])} ({years} years of 365 days)\n"
@@ -165,8 +158,8 @@ def _sweep(work: Workload, flags: argparse.Namespace) -> list[dict[str, Any]]:
     )
     print(f"  batch      tokens/s  {'' if is_gpu else 'predicted '}peak MiB", flush=True)
     rows = []
-    one_by_one = (sweep(batch_sizes=[size]) for size in flags.batch_sizes)
-    for row in itertools.chain.from_iterable(one_by_one):  # each is printed as it comes
+    measured = (row for size in flags.batch_sizes for row in sweep(batch_sizes=[size]))
+    for row in measured:  # each is printed as it comes
         if not is_gpu:
             row["peak_bytes"] = work.predict(row["batch_size"]).peak_bytes
         size = "-" if row["peak_bytes"] is None else significant(row["peak_bytes"] / MIB)

@@ -10,7 +10,6 @@ Flags and files: `solution.job`, or `--help`.
 
 import os
 import sys
-from contextlib import closing
 
 import torch
 from torch import nn
@@ -20,7 +19,7 @@ from solution.job import Job, Wrap
 from solution.models import families
 from solution.resume import Restarts
 from solution.train_config import TrainConfig
-from solution.trainer import Trainer
+from solution.trainer import training_steps
 from solution.world import World
 
 
@@ -35,27 +34,29 @@ def train(job: Job, wrap: Wrap) -> None:
     ).to(job.world.device)
     model = wrap(module, config, job.world)  # first: it may put shards in place of parameters
     optimizer = job.optimizer(module)
-    with closing(Restarts(job, model, optimizer)) as restarts:
+    with Restarts(job, model, optimizer) as restarts:
         finished = restarts.resume()
         if finished >= config.steps:
             return  # done by an earlier run, whose summary stays
-        trainer = Trainer(
+        records = training_steps(
             model,
             optimizer,
             job.loader,
+            steps=config.steps,
+            finished=finished,
             global_batch_size=config.global_batch_size,
             micro_batch_size=config.micro_batch_size,
             max_norm=config.max_norm,
             lr=job.learning_rate,
-            precision=job.precision,
+            dtype=config.dtype,
         )
-        with job.running(model, optimizer, finished) as log:
+        with job.running(finished) as log:
             for step in range(finished, config.steps):
                 with job.watching(step):
-                    record = trainer.step(step)
-                log.step(record, seconds=job.times[-1], val_loss=job.evaluate(model, step + 1))
+                    record = next(records)
+                log.step(record, seconds=job.seconds[-1], val_loss=job.evaluate(model, step + 1))
                 restarts.after_step(step + 1)
-    job.summarize(module, record, log)
+    job.summarize(module, optimizer, log)
 
 
 def unwrapped(module: nn.Module, config: TrainConfig, world: World) -> nn.Module:

@@ -1,15 +1,15 @@
 """Settings of one training run: every field is a flag of the entry scripts, with its help.
 
-What the data decides (the size of the vocabulary) is left open here and filled in by
-`solution.job`.
+The size of the vocabulary is left open here: `solution.job` takes it from the data.
 """
 
 import argparse
 import dataclasses
-import tomllib
+import typing
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Self
+
+import torch
 
 from solution.config import (
     LLAMA_PRESETS,
@@ -17,7 +17,6 @@ from solution.config import (
     GPT2Config,
     LlamaConfig,
     ModelConfig,
-    parse,
     require,
     require_positive,
 )
@@ -31,13 +30,14 @@ def setting(default: Any, text: str, *among: str) -> Any:
 
 def add_flags(parser: argparse.ArgumentParser, kind: Any, *only: str) -> None:
     """Add a flag for each setting of a config, or some of them; what is not given stays absent."""
+    hints = typing.get_type_hints(kind)
     for each in dataclasses.fields(kind):
         if not only or each.name in only:
+            of = (typing.get_args(hints[each.name]) or (hints[each.name],))[0]  # or None
             text = f"{each.metadata['help']} (default: {each.default})"
-            is_switch = isinstance(each.default, bool)
-            action: Any = argparse.BooleanOptionalAction if is_switch else "store"
+            how: Any = {"action": argparse.BooleanOptionalAction} if of is bool else {"type": of}
             flag = "--" + each.name.replace("_", "-")
-            parser.add_argument(flag, action=action, default=argparse.SUPPRESS, help=text)
+            parser.add_argument(flag, default=argparse.SUPPRESS, help=text, **how)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +63,7 @@ class TrainConfig:
     warmup_steps: int = setting(0, "steps of linear warm-up")
     weight_decay: float = setting(0.1, "AdamW's decay, on matrices and embeddings only")
     max_norm: float | None = setting(None, "clip the global gradient norm to this (default: no)")
-    precision: str = setting("fp32", "of the forward; weights stay fp32", "fp32", "bf16", "fp16")
+    precision: str = setting("fp32", "of the forward; weights stay fp32", "fp32", "bf16")
     attention: str = setting("sdpa", "who computes it", "plain", "tiled", "triton", "sdpa")
     activation_checkpointing: str = setting(
         "none", "what the backward computes again", "none", "full", "selective"
@@ -78,7 +78,6 @@ class TrainConfig:
     )
     save_every: int | None = setting(None, "steps between saves; the last step is one, too")
     keep: int | None = setting(None, "checkpoints that stay, the newest (default: all)")
-    async_save: bool = setting(False, "save in the background, while training goes on")
     log_every: int = setting(1, "steps between log lines; the first and the last always appear")
     profile_steps: int = setting(0, "steps to record with torch.profiler, after 3 of warm-up")
     traces: str = setting("outputs/traces", "folder for TRACES/SETUP/rankN_trace.json")
@@ -92,23 +91,17 @@ class TrainConfig:
 
     @classmethod
     def from_command_line(cls, description: str) -> tuple[Self, bool]:
-        """Return the config of the flags (one per field) and of `--config`; and `--dry-run`.
+        """Return the config of the flags, one per field; and whether `--dry-run` is one of them.
 
         Raises:
-            ValueError: an unknown key, or a value that is refused.
+            ValueError: a value that is refused.
         """
         parser = argparse.ArgumentParser(description=description, allow_abbrev=False)
         add_flags(parser, cls)
-        parser.add_argument("--config", type=Path, help="TOML file of these settings; flags win")
         parser.add_argument("--dry-run", action="store_true", help="check, say the numbers, stop")
         settings = vars(parser.parse_args())
-        file, is_dry_run = settings.pop("config"), settings.pop("dry_run")
-        if file is not None:
-            try:
-                settings = tomllib.loads(file.read_text()) | settings
-            except tomllib.TOMLDecodeError as error:
-                raise ValueError(f"{file}: expected TOML, got {error}") from None
-        return parse(cls, settings), is_dry_run
+        is_dry_run = settings.pop("dry_run")
+        return cls(**settings), is_dry_run
 
     def __post_init__(self) -> None:
         for name in (
@@ -131,6 +124,11 @@ class TrainConfig:
     def name(self) -> str:
         """The name of the files that this run writes."""
         return self.wrapper
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the dtype of a forward's matrix products."""
+        return torch.bfloat16 if self.precision == "bf16" else torch.float32
 
     @property
     def size(self) -> str:

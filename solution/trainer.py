@@ -1,14 +1,13 @@
-"""The training loop, for plain and for wrapped models: `train` runs it, a `Trainer` is its steps.
+"""The training loop, for plain and for wrapped models: `train`, and `training_steps` step by step.
 
     global batch of a step = micro-batch x accumulation steps x ranks
 
-One optimizer step (`Trainer.step`), on every rank:
+One optimizer step, on every rank:
 1. fetch     take this step's micro-batches and agree with the other ranks on how many targets count
 2. backward  for each micro-batch: forward and backward of the *sum* of its losses, times W / count;
              all but the last inside `no_sync`, so that gradients travel once
 3. reduce    `finish_gradient_synchronization`: .grad is now the mean over the W ranks
-4. check     loss and gradient norm finite on all ranks, or all raise and nothing was updated; in
-             fp16 all halve the loss scale first, and go back to 2 (`solution.precision`)
+4. check     loss and gradient norm are finite on all ranks, or all raise and nothing was updated
 5. update    clip once, set the learning rate, optimizer step, drop the gradients
 
 Why W / count: the mean over ranks of (W / count * local sum) is (sum over ranks) / count, the mean
@@ -30,9 +29,10 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import NotRequired, TypedDict
+from typing import Any, TypedDict
 
 import torch
 import torch.nn.functional as F
@@ -42,28 +42,24 @@ from torch.distributed.tensor import DTensor
 from solution import comm, parallel
 from solution.config import divisors, require_positive
 from solution.parallel import clip
-from solution.precision import Precision
 
 IGNORED_TARGET = -100
 Batch = tuple[torch.Tensor, torch.Tensor]
+Loss = Callable[[nn.Module, Any], torch.Tensor]
 
 
 class StepRecord(TypedDict):
-    """What one optimizer step did; equal on all ranks."""
+    """Record of one optimizer step; equal on all ranks."""
 
     step: int  # finished steps, this one included
     loss: float  # mean over the targets that count, of all micro-batches and ranks
     lr: float  # the one this step used
     grad_norm: float  # of the mean gradient, before clipping
     tokens: int  # targets that counted, of all micro-batches and ranks
-    skipped: NotRequired[int]  # fp16: updates that overflowed and were dropped before this one
-    scale: NotRequired[float]  # fp16: the loss scale that this one used
 
 
 class DataExhaustedError(RuntimeError):
     """The data ended before the steps did; no partial step was taken."""
-
-    records: list[StepRecord]  # of the steps that were finished, where `train` raised it
 
 
 class NonFiniteError(FloatingPointError):
@@ -76,31 +72,42 @@ def train(
     batches: Iterable[Batch],
     *,
     steps: int,
+    **options: Any,
+) -> list[StepRecord]:
+    """Take `steps` steps of `training_steps`, which has the arguments; return their records."""
+    return list(training_steps(model, optimizer, batches, steps=steps, **options))
+
+
+def training_steps(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batches: Iterable[Batch],
+    *,
+    steps: int,
     global_batch_size: int,
     micro_batch_size: int,
     max_norm: float | None = None,
     lr: Callable[[int], float] | None = None,
-    precision: str | Precision = "fp32",
-) -> list[StepRecord]:
-    """Train for `steps` optimizer steps.
+    dtype: torch.dtype = torch.float32,
+    finished: int = 0,
+) -> Iterator[StepRecord]:
+    """Take one optimizer step per item; yield its record. No gradient is left in between.
 
     Args:
         model: ids `[micro_batch_size, ...]` -> logits `[micro_batch_size, ..., classes]`; plain, or
             wrapped by something that has `no_sync` or `finish_gradient_synchronization`.
         optimizer: over the model's parameters.
         batches: `(inputs, targets)` of this rank, one micro-batch each; targets of -100 do not
-            count. Exactly steps * accumulation_steps of them are taken.
-        steps: optimizer steps.
+            count. Exactly accumulation_steps of them are taken for each step.
+        steps: the number of finished optimizer steps at the end.
         global_batch_size, micro_batch_size: sequences per optimizer step, all ranks together; and
             per batch of one rank.
         max_norm: clip the global gradient norm to this; None leaves gradients as they are.
         lr: learning rate as a function of the number of finished steps, for every parameter group;
             None leaves the groups' own.
-        precision: "fp32", "bf16" or "fp16": the format of the forward; a `Precision` keeps its loss
-            scale for the next call.
-
-    Returns:
-        One record (a dict) per optimizer step. Gradients are None afterwards.
+        dtype: of a forward's matrix products; weights, gradients and optimizer state stay as they
+            are.
+        finished: optimizer steps that an earlier run has taken.
 
     Raises:
         ValueError: sizes that do not divide, a batch of another size, a step with no target.
@@ -109,25 +116,71 @@ def train(
     """
     if steps < 0:
         raise ValueError(f"expected steps >= 0, got {steps}")
-    trainer = Trainer(
-        model,
-        optimizer,
-        batches,
+    if max_norm is not None and not max_norm >= 0:
+        raise ValueError(f"expected max_norm >= 0 or None, got {max_norm}")
+    ranks, device = Ranks.of(model), device_of(model)
+    mine = _micro_batches(batches, micro_batch_size, device)
+    num_micro_batches = accumulation_steps(
         global_batch_size=global_batch_size,
         micro_batch_size=micro_batch_size,
-        max_norm=max_norm,
-        lr=lr,
-        precision=precision,
+        world_size=ranks.size,
     )
-    records: list[StepRecord] = []
+
+    def loss_of(model: nn.Module, batch: Batch) -> torch.Tensor:
+        return summed_loss(model, batch, dtype)
+
+    for step in range(finished + 1, steps + 1):
+        where = f"rank {ranks.rank}, step {step}"
+        micro_batches, count = _fetch(mine, num_micro_batches, ranks, device, where)
+        scale = ranks.size / count
+        with mean_gradient(model, optimizer, micro_batches, loss_of, scale=scale) as losses:
+            norm = clip.total_norm(model.parameters())
+            loss = _finite_loss(losses, norm.item(), count, ranks, where)
+            if max_norm is not None:
+                clip.scale_to_norm_(model.parameters(), max_norm, norm)
+            if lr is not None:
+                rate = lr(step - 1)  # once: a schedule may count its calls
+                for group in optimizer.param_groups:
+                    group["lr"] = rate
+            optimizer.step()
+        rate = float(optimizer.param_groups[0]["lr"])
+        yield StepRecord(step=step, loss=loss, lr=rate, grad_norm=norm.item(), tokens=count)
+
+
+@contextmanager
+def mean_gradient(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    micro_batches: Sequence[Any],
+    loss_of: Loss,
+    *,
+    scale: float,
+) -> Iterator[list[torch.Tensor]]:
+    """Compute the gradient of `scale` times the sum of all losses, as its mean over ranks.
+
+    Inside the block it is in `.grad`. Gradients from before do not count, and none is left after.
+
+    Yields:
+        The loss of each micro-batch of this rank, without dims, on the model's device.
+    """
+    _drop_gradients(model, optimizer)
     try:
-        # Not `map`, which takes a StopIteration of `lr` for its own end.
-        for finished in range(steps):
-            records += [trainer.step(finished)]
-    except DataExhaustedError as error:
-        error.records = records
-        raise
-    return records
+        losses = []
+        for index, micro_batch in enumerate(micro_batches):
+            is_last = index == len(micro_batches) - 1
+            with contextlib.nullcontext() if is_last else parallel.no_sync(model):
+                loss = loss_of(model, micro_batch)
+                (loss * scale).backward()
+            losses.append(loss.detach())  # no .item(): it waits for the device, each time
+        parallel.finish_gradient_synchronization(model)
+        yield losses
+    finally:
+        _drop_gradients(model, optimizer)
+
+
+def _drop_gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad(set_to_none=True)
+    model.zero_grad(set_to_none=True)  # also what the optimizer does not hold
 
 
 def accumulation_steps(*, global_batch_size: int, micro_batch_size: int, world_size: int) -> int:
@@ -154,156 +207,69 @@ def accumulation_steps(*, global_batch_size: int, micro_batch_size: int, world_s
     return global_batch_size // per_pass
 
 
-class Trainer:
-    """The optimizer steps of one run; arguments and errors are those of `train`."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        batches: Iterable[Batch],
-        *,
-        global_batch_size: int,
-        micro_batch_size: int,
-        max_norm: float | None = None,
-        lr: Callable[[int], float] | None = None,
-        precision: str | Precision = "fp32",
-    ) -> None:
-        if max_norm is not None and not max_norm >= 0:
-            raise ValueError(f"expected max_norm >= 0 or None, got {max_norm}")
-        self.model, self.optimizer, self.batches = model, optimizer, iter(batches)
-        self.max_norm, self.lr, self.precision = max_norm, lr, Precision.of(precision)
-        self.ranks = Ranks.of(model)
-        self.micro_batch_size = micro_batch_size
-        self.num_micro_batches = accumulation_steps(
-            global_batch_size=global_batch_size,
-            micro_batch_size=micro_batch_size,
-            world_size=self.ranks.size,
-        )
-
-    def step(self, finished: int) -> StepRecord:
-        """Take step number `finished + 1`; whatever happens, no gradient is left behind."""
-        batches, count = self._fetch(finished)
-        self._drop_gradients()  # what the caller left behind must not count
-        num_skipped = 0
-        try:
-            while True:
-                loss_sum = self._backward(batches, scale=self.ranks.size / count)
-                self._reduce()
-                norm = clip.total_norm(self.model.parameters())
-                loss = self._check(finished, loss_sum, count, norm)
-                if loss is not None:
-                    break
-                self._drop_gradients()  # an overflow of fp16: once more, with half the loss scale
-                self.precision.back_off()
-                num_skipped += 1
-            if self.max_norm is not None:
-                clip.scale_to_norm_(self.model.parameters(), self.max_norm, norm)
-            rate = self._set_learning_rate(finished)
-            self.optimizer.step()
-        finally:
-            self._drop_gradients()
-        record = StepRecord(
-            step=finished + 1, loss=loss, lr=rate, grad_norm=norm.item(), tokens=count
-        )
-        if self.precision.name == "fp16":
-            record["skipped"], record["scale"] = num_skipped, self.precision.scale
-        self.precision.updated()
-        return record
-
-    def _fetch(self, finished: int) -> tuple[list[Batch], int]:
-        """Return this rank's micro-batches, and how many targets count on all ranks."""
-        batches, error = take(map(self._checked, self.batches), self.num_micro_batches)
-        count = sum(int((targets != IGNORED_TARGET).sum()) for _, targets in batches)
-        is_short = error is None and len(batches) < self.num_micro_batches
-        # One sum carries the count and the two reasons to stop, so that no rank stops alone and
-        # leaves the others in a collective.
-        total, num_short, num_failed = self.ranks.sum(
-            count, is_short, error is not None, device=device_of(self.model)
-        )
-        if error is not None:
-            raise error
-        where = f"rank {self.ranks.rank}, step {finished + 1}"
-        if num_failed:
-            raise RuntimeError(
-                f"{where}: expected every rank to read its data, but {num_failed:.0f} other "
-                "rank(s) failed to; see their message"
-            )
-        if num_short:
-            raise DataExhaustedError(
-                f"{where}: expected {self.num_micro_batches} micro-batches, got {len(batches)} "
-                f"here ({num_short:.0f} of {self.ranks.size} ranks are short); {finished} steps "
-                "are finished, the rest was not used. Ask for fewer steps, or give more data"
-            )
-        if not total:
+def _micro_batches(
+    batches: Iterable[Batch], micro_batch_size: int, device: torch.device
+) -> Iterator[Batch]:
+    """Yield micro-batches on the model's device; ValueError for one of another size."""
+    for inputs, targets in batches:
+        if len(targets) != micro_batch_size:
             raise ValueError(
-                f"{where}: expected targets that count, got only {IGNORED_TARGET} on all ranks; "
-                "the mean over none is not defined, leave such batches out"
+                f"expected micro-batches of {micro_batch_size} sequences, got targets of shape "
+                f"{tuple(targets.shape)}; set micro_batch_size to what the loader yields"
             )
-        return batches, int(total)
+        yield inputs.to(device), targets.to(device)
 
-    def _checked(self, batch: Batch) -> Batch:
-        """Return the micro-batch on the model's device."""
-        inputs, targets = batch
-        if len(targets) != self.micro_batch_size:
-            raise ValueError(
-                f"rank {self.ranks.rank}: expected micro-batches of {self.micro_batch_size} "
-                f"sequences, got targets of shape {tuple(targets.shape)}; set micro_batch_size to "
-                "what the loader yields"
-            )
-        device = device_of(self.model)
-        return inputs.to(device), targets.to(device)
 
-    def _backward(self, batches: list[Batch], *, scale: float) -> torch.Tensor:
-        """Accumulate gradients; return the unscaled sum of losses, still on the device."""
-        loss_sum = torch.zeros((), dtype=torch.float64, device=device_of(self.model))
-        for index, (inputs, targets) in enumerate(batches):
-            is_last = index == len(batches) - 1
-            with contextlib.nullcontext() if is_last else parallel.no_sync(self.model):
-                with self.precision.forward(inputs.device):
-                    loss = summed_loss(self.model(inputs), targets)
-                (loss * (scale * self.precision.scale)).backward()
-            loss_sum += loss.detach()  # no .item(): it waits for the device, once per micro-batch
-        return loss_sum
-
-    def _reduce(self) -> None:
-        """Finish the reduction, and divide by the loss scale: .grad is the mean gradient."""
-        parallel.finish_gradient_synchronization(self.model)
-        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        if gradients and self.precision.scale != 1.0:
-            torch._foreach_mul_(gradients, 1 / self.precision.scale)
-
-    def _check(
-        self, finished: int, loss_sum: torch.Tensor, count: int, norm: torch.Tensor
-    ) -> float | None:
-        """Return the loss if it and the norm are finite on every rank; None to back off."""
-        grad_norm = norm.item()
-        total, num_bad = self.ranks.sum(
-            loss_sum, not math.isfinite(grad_norm), device=loss_sum.device
+def _fetch(
+    batches: Iterator[Batch], number: int, ranks: Ranks, device: torch.device, where: str
+) -> tuple[list[Batch], int]:
+    """Return this rank's micro-batches of a step, and how many targets count on all ranks."""
+    found: list[Batch] = []
+    error: Exception | None = None
+    try:
+        found.extend(itertools.islice(batches, number))
+    except Exception as caught:  # raised below: the other ranks learn of it first, or wait for ever
+        error = caught
+    count = sum(int((targets != IGNORED_TARGET).sum()) for _, targets in found)
+    is_short = error is None and len(found) < number
+    # One sum carries the count and the two reasons to stop, so that no rank stops alone and leaves
+    # the others in a collective.
+    total, num_short, num_failed = ranks.sum(count, is_short, error is not None, device=device)
+    if error is not None:
+        raise error
+    if num_failed:
+        raise RuntimeError(
+            f"{where}: expected every rank to read its data, but {num_failed:.0f} other rank(s) "
+            "failed to; see their message"
         )
-        loss = total / count
-        if num_bad and math.isfinite(loss) and self.precision.can_back_off:
-            return None  # on all ranks: they have the same sums and the same scale
-        if not math.isfinite(loss) or num_bad:
-            raise NonFiniteError(
-                f"rank {self.ranks.rank}, step {finished + 1}: expected a finite loss and gradient "
-                f"norm, got loss {loss} (this rank's part of it: {loss_sum.item() / count}) and "
-                f"norm {grad_norm}; nothing was updated. Lower the learning rate, clip with "
-                "max_norm, or look at this step's data"
-            )
-        return loss
+    if num_short:
+        raise DataExhaustedError(
+            f"{where}: expected {number} micro-batches, got {len(found)} here ({num_short:.0f} of "
+            f"{ranks.size} ranks are short); this step was not taken. Ask for fewer steps, or give "
+            "more data"
+        )
+    if not total:
+        raise ValueError(
+            f"{where}: expected targets that count, got only {IGNORED_TARGET} on all ranks; "
+            "the mean over none is not defined, leave such batches out"
+        )
+    return found, int(total)
 
-    def _set_learning_rate(self, finished: int) -> float:
-        """Set the learning rate of this step; return the first group's."""
-        if self.lr is not None:
-            rate = self.lr(finished)  # once: whoever counts its calls counts steps
-            for group in self.optimizer.param_groups:
-                group["lr"] = rate
-        return float(self.optimizer.param_groups[0]["lr"])
 
-    def _drop_gradients(self) -> None:
-        self.optimizer.zero_grad(set_to_none=True)
-        self.model.zero_grad(set_to_none=True)  # also what the optimizer does not hold
+def _finite_loss(
+    losses: list[torch.Tensor], norm: float, count: int, ranks: Ranks, where: str
+) -> float:
+    """Return the mean loss; NonFiniteError on all ranks unless it and all norms are finite."""
+    own = torch.stack(losses).double().sum()
+    total, num_bad = ranks.sum(own, not math.isfinite(norm), device=own.device)
+    loss = total / count
+    if not math.isfinite(loss) or num_bad:
+        raise NonFiniteError(
+            f"{where}: expected a finite loss and gradient norm, got loss {loss} (this rank's part "
+            f"of it: {own.item() / count}) and norm {norm}; nothing was updated. Lower the "
+            "learning rate, clip with max_norm, or look at this step's data"
+        )
+    return loss
 
 
 @dataclass(frozen=True)
@@ -319,8 +285,8 @@ class Ranks:
         """Return those of the wrapper's group; this one alone if nothing wraps the model.
 
         Raises:
-            ValueError: parts of the model are sharded, and the model itself is in no wrapper: whose
-                gradients are averaged over whom, nobody could say of the whole.
+            ValueError: parts of the model are sharded, and the model itself is in no wrapper, so
+                no group of ranks averages all of its gradients.
         """
         sharded = next((p for p in model.parameters() if isinstance(p, DTensor)), None)
         if not (hasattr(model, "no_sync") or hasattr(model, "finish_gradient_synchronization")):
@@ -353,26 +319,70 @@ class Ranks:
         return [float(number) for number in total.tolist()]
 
 
-def take(batches: Iterator[Batch], number: int) -> tuple[list[Batch], Exception | None]:
-    """Return up to `number` batches, and the error that ended them, if one did.
+def evaluate(
+    model: nn.Module, batches: Iterable[Batch], *, dtype: torch.dtype = torch.float32
+) -> float:
+    """Return the mean loss over the targets that count, of all ranks and batches.
 
-    The error is not raised here: the other ranks must learn of it first, or they wait for ever.
+    The sum of losses and the number of targets are added over ranks and divided once: a mean of
+    means would weigh a padded batch like a full one. Every rank gives equally many batches, since a
+    sharded model's forward is a collective.
+
+    Raises:
+        ValueError: no target that counts, on all ranks alike.
     """
-    found: list[Batch] = []
-    try:
-        found.extend(itertools.islice(batches, number))
-    except Exception as error:
-        return found, error
-    return found, None
+    ranks, device = Ranks.of(model), device_of(model)
+    loss_sum = torch.zeros((), dtype=torch.float64, device=device)
+    count = torch.zeros((), dtype=torch.int64, device=device)
+    with evaluating(model):
+        for inputs, targets in batches:
+            batch = inputs.to(device), targets.to(device)
+            loss_sum += summed_loss(model, batch, dtype)
+            count += (batch[1] != IGNORED_TARGET).sum()
+    total_loss, total_count = ranks.sum(loss_sum, count, device=device)
+    if not total_count:
+        raise ValueError(
+            f"expected batches with targets that count, got none on {ranks.size} rank(s); "
+            "the mean over none is not defined"
+        )
+    return total_loss / total_count
 
 
-def summed_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Cross-entropy summed over the targets that count, in float32 or better."""
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Run the block in evaluation mode, without gradients; training afterwards is as without it.
+
+    Every module goes back to the mode that *it* had, and random state (of the CPU and of the
+    model's GPU) is what it was.
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    device = device_of(model)
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
+        model.eval()
+        try:
+            yield
+        finally:
+            for module, was_training in modes:
+                module.training = was_training
+
+
+def summed_loss(model: nn.Module, batch: Batch, dtype: torch.dtype) -> torch.Tensor:
+    """Return the cross-entropy summed over the targets that count, in float32 or better."""
+    inputs, targets = batch
+    with computing_in(dtype, inputs.device):
+        logits = model(inputs)
     if logits.dtype in (torch.float16, torch.bfloat16):
         logits = logits.float()
     return F.cross_entropy(
         logits.flatten(0, -2), targets.flatten(), ignore_index=IGNORED_TARGET, reduction="sum"
     )
+
+
+def computing_in(dtype: torch.dtype, device: torch.device) -> AbstractContextManager[object]:
+    """Return a context for a forward whose matrix products are of that dtype, by autocast."""
+    if dtype == torch.float32:  # not a disabled autocast, which would end one of the caller's
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, dtype=dtype)
 
 
 def device_of(model: nn.Module) -> torch.device:

@@ -10,7 +10,7 @@
     └── .step-00000030.tmp/     a save under way, or one that was killed: swept by the next one
 
 Save, on all ranks (`save.py`):
-1. capture   parameters, buffers and optimizer state by canonical name; loader, RNG, extras per rank
+1. capture   parameters, buffers and optimizer state by canonical name; loader, RNG per rank
 2. write     each rank its part into a hidden folder, flushed to disk
 3. complete  rank 0 sees that every file is there, writes the marker, renames the folder
 
@@ -30,7 +30,6 @@ attention's keys) a step of up to the learning rate goes either way. Runs that n
 differ as much: 1 and 3 ranks by 3.5e-5 in a weight after nine steps at 1e-3, with SGD by 2e-8.
 
 Cost. A save writes each byte once over all ranks. A load holds the model twice for a moment.
-`AsyncCheckpointer` blocks for a copy to host memory only, which training then does not touch.
 
 PyTorch counterpart: torch.distributed.checkpoint, which this is built on, and its `state_dict`
 module, which is left out: it steps a cold optimizer to find out what its state will be.
@@ -39,10 +38,9 @@ module, which is left out: it steps a cold optimizer to find out what its state 
 from solution.checkpoint.errors import CheckpointError
 from solution.checkpoint.folder import latest_step
 from solution.checkpoint.load import load_checkpoint
-from solution.checkpoint.save import AsyncCheckpointer, Stateful, save_checkpoint
+from solution.checkpoint.save import Stateful, save_checkpoint
 
 __all__ = [
-    "AsyncCheckpointer",
     "CheckpointError",
     "Stateful",
     "latest_step",

@@ -1,4 +1,4 @@
-"""Where checkpoints lie: names, completion markers, retention. Used by one rank for all.
+"""Folders of checkpoints: names, completion markers, retention. Used by one rank for all.
 
 A folder is complete when its marker lists files that are all there with their sizes. The marker is
 written last and the folder gets its name after that, so a crash at any moment leaves either a
@@ -109,8 +109,8 @@ def finish(temporary: Path, facts: dict[str, Any]) -> Path:
 def retain(root: Path, just_saved: Path, keep: int | None) -> None:
     """Remove all but the newest `keep` steps, and earlier saves of the same step.
 
-    The one just saved always stays. What cannot be removed stays too, with a warning: the new
-    checkpoint is safe, and training need not end for it.
+    The one just saved always stays. A folder that cannot be removed stays too, with a warning: the
+    new checkpoint is safe, and training need not end for it.
     """
     try:
         found, _ = complete_folders(root)

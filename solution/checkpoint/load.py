@@ -4,7 +4,7 @@
 2. verify    ranks share the check sums; a damaged folder is skipped with a warning
 3. compare   names, shapes, dtypes and options with the live model and optimizer
 4. read      into fresh tensors
-5. apply     loader and extras, which may refuse; then model, optimizer, generators
+5. apply     the loader, which may refuse; then model, optimizer, generators
 
 Up to the last step nothing live has been touched, and the last one only copies.
 
@@ -15,7 +15,6 @@ numbers, any further one goes on with those it was started with.
 
 import os
 import warnings
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,8 +35,6 @@ def load_checkpoint(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     loader: Stateful | None = None,
-    extra: Mapping[str, Stateful] | None = None,
-    step: int | None = None,
     process_group: comm.Group = None,
 ) -> int:
     """Load the newest complete checkpoint below `directory`. All ranks call it.
@@ -45,8 +42,7 @@ def load_checkpoint(
     Args:
         directory: what was given to `save_checkpoint`.
         model, optimizer: filled in place; plain or wrapped, at any world size.
-        loader, extra: get their `load_state_dict` called; leave out what is not wanted.
-        step: this one in place of the newest.
+        loader: its `load_state_dict` is called; leave it out if that is not wanted.
 
     Returns:
         Its step.
@@ -60,20 +56,17 @@ def load_checkpoint(
         listing, lambda: folder.complete_folders(root), group, by_first=True
     )
     _warn(f"{root}: ignored what is not complete: {'; '.join(complaints)}", complaints, group)
-    candidates = [each for each in found if step is None or each.step == step]
-    for candidate in candidates:
+    for candidate in found:
         reports = comm.gather_objects(_damage(candidate.path, group), group)
         damages = [text for text in reports if text]
         if not damages:
-            _Loading(candidate.path, model, optimizer, loader, extra, group).run()
+            _Loading(candidate.path, model, optimizer, loader, group).run()
             return candidate.step
         _warn(f"{candidate.path}: skipped this checkpoint: {damages[0]}", damages, group)
-    wanted = "a complete checkpoint" if step is None else f"a complete checkpoint of step {step}"
-    have = [each.step for each in found]
     raise CheckpointError(
-        f"rank {comm.rank(group)}: expected {wanted} in {root}, got none (undamaged ones of steps "
-        f"{[] if candidates else have}, incomplete: {complaints or 'none'}); check the path, or "
-        "start without loading"
+        f"rank {comm.rank(group)}: expected a complete checkpoint in {root}, got none (damaged: of "
+        f"steps {[each.step for each in found]}, incomplete: {complaints or 'none'}); check the "
+        "path, or start without loading"
     )
 
 
@@ -100,7 +93,6 @@ class _Loading:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     loader: Stateful | None
-    extra: Mapping[str, Stateful] | None
     group: comm.Group
 
     def run(self) -> None:
@@ -113,7 +105,7 @@ class _Loading:
             lambda: storage.read_tensors(targets, self.path, self.group) if targets else None,
             self.group,
         )
-        self._apply_stateful(own)
+        self._apply_loader(own)
 
         def apply() -> None:
             named.load(targets.get("model", {}), plain["objects"])
@@ -144,41 +136,30 @@ class _Loading:
         rank, is_same_size = comm.rank(self.group), len(ranks) == comm.size(self.group)
         own = dict(ranks[rank] if is_same_size else ranks[0])
         own["random"] = ranks[rank]["random"] if rank < len(ranks) else None
-        lacking = sorted(set(self.extra or {}) - set(own["extra"]))
-        if self.loader is not None and own["loader"] is None:
-            lacking.append("loader")
-        if lacking:
-            raise ValueError(
-                f"expected state of {lacking}, got none: it was saved without; leave it out"
-            )
-        for what, states in [
-            ("loader", [r["loader"] for r in ranks] if self.loader is not None else []),
-            *((name, [r["extra"].get(name) for r in ranks]) for name in self.extra or {}),
-        ]:
-            if not is_same_size and any(not same(state, states[0]) for state in states):
+        if self.loader is not None:
+            if own["loader"] is None:
+                raise ValueError("expected state of a loader, got none: it was saved without one")
+            if not is_same_size and any(not same(r["loader"], own["loader"]) for r in ranks):
                 raise ValueError(
-                    f"expected one state of {what!r} for all ranks, got {len(ranks)} different "
+                    f"expected one state of the loader for all ranks, got {len(ranks)} different "
                     f"ones; with them only {len(ranks)} ranks can go on"
                 )
         return own
 
-    def _apply_stateful(self, own: dict[str, Any]) -> None:
-        """Loader and extras may refuse: then those that did not are put back."""
-        wanted = [(each, own["extra"][name]) for name, each in (self.extra or {}).items()]
-        if self.loader is not None:
-            wanted.append((self.loader, own["loader"]))
-        before: list[tuple[Stateful, Any]] = []
+    def _apply_loader(self, own: dict[str, Any]) -> None:
+        """Some ranks' loaders may refuse: then those that did not are put back."""
+        before: list[Any] = []
 
         def apply() -> None:
-            for each, state in wanted:
-                before.append((each, each.state_dict()))
-                each.load_state_dict(state)
+            if self.loader is not None:
+                before.append(self.loader.state_dict())
+                self.loader.load_state_dict(own["loader"])
 
         try:
             together(f"take up the loader's place in {self.path}", apply, self.group)
         except CheckpointError:
-            for each, state in before:
-                each.load_state_dict(state)
+            if self.loader is not None and before:
+                self.loader.load_state_dict(before[0])
             raise
 
 

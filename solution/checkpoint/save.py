@@ -1,10 +1,9 @@
 """Saving: capture on every rank, write a part each, complete on rank 0.
 
 Everything that does not go into the library's tensor files is plain: options of the optimizer, and
-per rank the loader's state, the generators and the extras. It is encoded while it is captured, so
-nothing that happens later can leak into it. Tensors are written from where they live, which is why
-`save_checkpoint` returns only when they are on disk; `AsyncCheckpointer` copies them first, and
-saves in a thread while training goes on.
+per rank the loader's state and the generators. It is encoded while it is captured, so nothing that
+happens later can leak into it. Tensors are written from where they live, which is why
+`save_checkpoint` returns only when they are on disk.
 
 Buffers come from rank 0 alone: running statistics differ between replicas, and a wrapper takes the
 first rank's before each forward. Parameters are equal everywhere, so the ranks share the writing.
@@ -16,17 +15,14 @@ from __future__ import annotations
 import os
 import random
 import shutil
-from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, Self, runtime_checkable
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from solution import comm
 from solution.checkpoint import folder, storage
@@ -37,9 +33,8 @@ from solution.data.shards import write_atomically
 PLAIN = "state.pt"
 
 
-@runtime_checkable
 class Stateful(Protocol):
-    """A loader, a schedule, a gradient scaler: whatever says and takes its state."""
+    """A loader, or whatever else says and takes its state."""
 
     def state_dict(self) -> dict[str, Any]:
         """The state, of tensors, numbers, strings, lists and dicts."""
@@ -55,7 +50,6 @@ def save_checkpoint(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     loader: Stateful | None = None,
-    extra: Mapping[str, Stateful] | None = None,
     keep: int | None = None,
     process_group: comm.Group = None,
 ) -> Path:
@@ -66,7 +60,6 @@ def save_checkpoint(
         step: number of finished optimizer steps.
         model, optimizer: plain or wrapped, and over parameters of the model.
         loader: its `state_dict()` is saved, per rank.
-        extra: more of that kind by name: schedules, gradient scalers.
         keep: how many steps to keep, this one included; None keeps all.
 
     Returns:
@@ -75,173 +68,81 @@ def save_checkpoint(
     Raises:
         CheckpointError: on all ranks, when it failed on any; what was saved before is still there.
     """
-    captured = Captured.of(step, model, optimizer, loader, extra, process_group, copy=False)
-    return captured.write(_checked(directory, keep), keep, process_group)
-
-
-class AsyncCheckpointer:
-    """Saves while training goes on: `save` blocks for a copy to host memory only.
-
-    At most one save is under way; the next `save`, `wait` and the end of the `with` block wait for
-    it and raise what went wrong in it. It has a gloo group of its own: messages of the default
-    group and of a thread beside it would meet each other in any order.
-
-        with AsyncCheckpointer("runs/checkpoints", keep=3) as checkpoints:
-            ...
-            checkpoints.save(step=step, model=model, optimizer=optimizer)
-
-    All ranks make it. Nothing else may save into the directory meanwhile.
-    """
-
-    def __init__(
-        self,
-        directory: str | os.PathLike[str],
-        *,
-        keep: int | None = None,
-        process_group: comm.Group = None,
-    ) -> None:
-        self._root = _checked(directory, keep)
-        self._keep = keep
-        self._group = process_group
-        self._own_group = comm.own_cpu_group(process_group)
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._under_way: Future[object] | None = None
-
-    def save(
-        self,
-        *,
-        step: int,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        loader: Stateful | None = None,
-        extra: Mapping[str, Stateful] | None = None,
-    ) -> None:
-        """Begin to save (`save_checkpoint`); what training does from now on is not in it.
-
-        Raises:
-            CheckpointError: capturing failed, or the save before this one did.
-        """
-        self.wait()
-        captured = Captured.of(step, model, optimizer, loader, extra, self._group, copy=True)
-        self._under_way = self._writer.submit(
-            captured.write, self._root, self._keep, self._own_group
-        )
-
-    def wait(self) -> None:
-        """Return when nothing is under way; raises CheckpointError if it went wrong."""
-        under_way, self._under_way = self._under_way, None
-        if under_way is not None:
-            under_way.result()
-
-    def close(self) -> None:
-        """Wait, and leave the group."""
-        try:
-            self.wait()
-        finally:
-            self._writer.shutdown()
-            comm.leave(self._own_group)
-            self._own_group = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-
-def _checked(directory: str | os.PathLike[str], keep: int | None) -> Path:
-    """The directory as an absolute path; ValueError for a `keep` that keeps nothing."""
     if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
         raise ValueError(f"expected keep to be None or an integer >= 1, got {keep!r}")
-    return Path(directory).absolute()  # the working directory may change before the write
-
-
-@dataclass(frozen=True)
-class Captured:
-    """One rank's part of a checkpoint, ready to be written."""
-
-    step: int
-    tensors: dict[str, Any]  # of model and optimizer, nested by name; live ones, or copies
-    plain: bytes  # everything else of all ranks, encoded; empty on ranks but the first
-
-    @classmethod
-    def of(
-        cls,
-        step: int,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        loader: Stateful | None,
-        extra: Mapping[str, Stateful] | None,
-        group: comm.Group,
-        *,
-        copy: bool,
-    ) -> Captured:
-        """Capture on every rank, or raise a CheckpointError on all of them.
-
-        Raises:
-            CheckpointError: on all ranks, when it failed on any, or they are at different steps.
-        """
-        is_first = comm.rank(group) == 0
-
-        def capture() -> tuple[dict[str, Any], dict[str, Any], bytes]:
-            if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-                raise ValueError(f"expected step to be an integer >= 0, got {step!r}")
-            tensors, common = _of_replicas(model, optimizer, is_first=is_first)
-            # Encoded here: what cannot be saved is an error before anything is written.
-            storage.encode(common)
-            kept = tree_map(_copied, tensors) if copy else tensors
-            return kept, common, _of_rank(loader, extra)
-
-        tensors, common, own = together(f"capture its state at step {step}", capture, group)
-        gathered = comm.gather_objects((step, own, common["optimizer"]), group)
-        steps = [each for each, _, _ in gathered]
-        if len(set(steps)) > 1:
-            raise CheckpointError(
-                f"rank {comm.rank(group)}: expected all ranks to save the same step, got {steps} "
-                "in order of rank; save after a step that all have finished"
-            )
-        ranks = [each for _, each, _ in gathered]
-        common["optimizer"] = joined([each for _, _, each in gathered])
-        plain = storage.encode({"step": step, "ranks": ranks, **common}) if is_first else b""
-        return cls(step, tensors, plain)
-
-    def write(self, root: Path, keep: int | None, group: comm.Group) -> Path:
-        """Write on every rank, complete on the first, and return the folder; or raise on all.
-
-        Raises:
-            CheckpointError: on all ranks, when it failed on any; nothing of it is left.
-        """
-        where = f"{root}, step {self.step}"
-        making = f"make a folder for {where}"
-        temporary = together(making, lambda: folder.begin(root, self.step), group, by_first=True)
-        try:
-            together(
-                f"write its part of {where} (is the disk full, is it shared by all ranks?)",
-                lambda: storage.write_tensors(self.tensors, temporary, group),
-                group,
-            )
-            completing = f"complete {where}"
-            final = together(
-                completing, lambda: self._complete(temporary, group), group, by_first=True
-            )
-        except CheckpointError:
-            if comm.rank(group) == 0:
-                shutil.rmtree(temporary, ignore_errors=True)
-            raise
+    root, group = Path(directory).absolute(), process_group
+    tensors, plain = _captured(step, model, optimizer, loader, group)
+    where = f"{root}, step {step}"
+    making = f"make a folder for {where}"
+    temporary = together(making, lambda: folder.begin(root, step), group, by_first=True)
+    try:
+        together(
+            f"write its part of {where} (is the disk full, is it shared by all ranks?)",
+            lambda: storage.write_tensors(tensors, temporary, group),
+            group,
+        )
+        facts = {"step": step, "world_size": comm.size(group)}
+        completing = f"complete {where}"
+        final = together(
+            completing, lambda: _complete(temporary, plain, facts), group, by_first=True
+        )
+    except CheckpointError:
         if comm.rank(group) == 0:
-            folder.retain(root, final, keep)
-        return final
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    if comm.rank(group) == 0:
+        folder.retain(root, final, keep)
+    return final
 
-    def _complete(self, temporary: Path, group: comm.Group) -> Path:
-        write_atomically(temporary / PLAIN, self.plain)
-        entries = (storage.read_metadata(temporary).storage_data or {}).values()
-        missing = {e.relative_path for e in entries if not (temporary / e.relative_path).is_file()}
-        if missing:
-            raise FileNotFoundError(
-                f"expected the files of all ranks in {temporary}, got none of {sorted(missing)}; "
-                "save to a disk that all machines share"
-            )
-        return folder.finish(temporary, {"step": self.step, "world_size": comm.size(group)})
+
+def _captured(
+    step: int,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loader: Stateful | None,
+    group: comm.Group,
+) -> tuple[dict[str, Any], bytes]:
+    """Return this rank's live tensors, nested by name, and on the first rank everything else.
+
+    Everything else is of all ranks, and encoded.
+
+    Raises:
+        CheckpointError: on all ranks, when it failed on any, or they are at different steps.
+    """
+    is_first = comm.rank(group) == 0
+
+    def capture() -> tuple[dict[str, Any], dict[str, Any], bytes]:
+        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+            raise ValueError(f"expected step to be an integer >= 0, got {step!r}")
+        tensors, common = _of_replicas(model, optimizer, is_first=is_first)
+        # Encoded here: what cannot be saved is an error before anything is written.
+        storage.encode(common)
+        return tensors, common, _of_rank(loader)
+
+    tensors, common, own = together(f"capture its state at step {step}", capture, group)
+    gathered = comm.gather_objects((step, own, common["optimizer"]), group)
+    steps = [each for each, _, _ in gathered]
+    if len(set(steps)) > 1:
+        raise CheckpointError(
+            f"rank {comm.rank(group)}: expected all ranks to save the same step, got {steps} "
+            "in order of rank; save after a step that all have finished"
+        )
+    ranks = [each for _, each, _ in gathered]
+    common["optimizer"] = joined([each for _, _, each in gathered])
+    return tensors, storage.encode({"step": step, "ranks": ranks, **common}) if is_first else b""
+
+
+def _complete(temporary: Path, plain: bytes, facts: dict[str, Any]) -> Path:
+    """Add what is no tensor, and make the folder a checkpoint; returns where it lies."""
+    write_atomically(temporary / PLAIN, plain)
+    entries = (storage.read_metadata(temporary).storage_data or {}).values()
+    missing = {e.relative_path for e in entries if not (temporary / e.relative_path).is_file()}
+    if missing:
+        raise FileNotFoundError(
+            f"expected the files of all ranks in {temporary}, got none of {sorted(missing)}; "
+            "save to a disk that all machines share"
+        )
+    return folder.finish(temporary, facts)
 
 
 def _of_replicas(
@@ -259,25 +160,15 @@ def _of_replicas(
     return tensors, {"optimizer": options, "objects": named.objects}
 
 
-def _of_rank(loader: Stateful | None, extra: Mapping[str, Stateful] | None) -> bytes:
+def _of_rank(loader: Stateful | None) -> bytes:
     """Return the state that each rank has for itself, encoded."""
-    return storage.encode(
-        {
-            "random": random_state(),
-            "loader": None if loader is None else loader.state_dict(),
-            "extra": {name: each.state_dict() for name, each in (extra or {}).items()},
-        }
-    )
+    state = None if loader is None else loader.state_dict()
+    return storage.encode({"random": random_state(), "loader": state})
 
 
 def with_tensors(parts: dict[str, Any]) -> dict[str, Any]:
     """Return the parts that hold a tensor: an empty dict is an object to the library."""
     return {name: part for name, part in parts.items() if tree_leaves(part)}
-
-
-def _copied(tensor: torch.Tensor) -> torch.Tensor:
-    is_sharded = isinstance(tensor, DTensor)
-    return tensor.detach().clone() if is_sharded else tensor.detach().to("cpu", copy=True)
 
 
 def random_state() -> dict[str, Any]:

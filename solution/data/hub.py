@@ -6,10 +6,9 @@ FineWeb text in GPT-2's vocabulary, 103 training shards and one of validation, 1
 each. `huggingface_hub`, an optional dependency, does the download; HF_ENDPOINT, HF_HOME and its
 other settings hold here as everywhere.
 
-Under torchrun the first rank downloads and the others wait; on machines that share no folder, run
-this once on each. Every file is opened as a `Shard` before it counts, and one that is not right is
-fetched anew, once. What is in DIR and whole is not asked for again, so an interrupted run goes on
-(within a run the client itself goes on at the byte). `meta.json` is written last.
+Every file is opened as a `Shard` before it counts, and one that is not right is fetched anew, once.
+A whole shard that is in DIR already is not asked for again, so an interrupted run goes on (within a
+run the client itself goes on at the byte). `meta.json` is written last.
 """
 
 import json
@@ -17,46 +16,19 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from solution import comm
-from solution.console import status_line
 from solution.data.shards import Shard, require_own_folder, write_atomically
-from solution.world import distributed
 
 REPOSITORY = "kjj0/fineweb10B-gpt2"
 VOCABULARY, DELIMITER = 50257, 50256  # GPT-2's
 NUM_TRAIN_SHARDS = 103
 OUR_SHARDS = r"fineweb_(train|val)_\d{6}\.bin"
-A_DAY_S = 86400.0
 
 
-def download_once(out: Path, *, num_shards: int) -> tuple[dict[str, Any], bool] | None:
-    """`download` by the first rank of the run; None on the others, once it is done.
-
-    Raises:
-        ValueError, OSError: as `download`, on the first rank; RuntimeError on the others.
-    """
-    with distributed(device="cpu", timeout_s=A_DAY_S) as world:
-        result, has_failed = None, torch.zeros(())
-        try:
-            if world.is_first:
-                result = download(out, num_shards=num_shards)
-        except BaseException:
-            has_failed += 1
-            raise
-        finally:
-            comm.sum_over_ranks(has_failed)
-        if has_failed:
-            raise RuntimeError("expected the first rank to download, but it failed; see there")
-        return result
-
-
-def download(out: Path, *, num_shards: int) -> tuple[dict[str, Any], bool]:
-    """The validation shard and the first `num_shards` training shards, in `out`.
+def download(out: Path, *, num_shards: int) -> dict[str, Any]:
+    """Fetch the validation shard and the first `num_shards` training shards into `out`.
 
     Returns:
-        What `meta.json` says, and whether everything was there already.
+        What `meta.json` says.
 
     Raises:
         ValueError: a bad number, foreign shards in `out`, no `huggingface_hub`, or a file that is
@@ -69,29 +41,24 @@ def download(out: Path, *, num_shards: int) -> tuple[dict[str, Any], bool]:
     names += [f"fineweb_train_{index:06d}.bin" for index in range(1, num_shards + 1)]
     out.mkdir(parents=True, exist_ok=True)
     require_own_folder(out, OUR_SHARDS)
-    found: dict[str, tuple[int, bool]] = {}
-    for index, name in enumerate(names):
-        status_line(f"shard {index + 1} of {len(names)}: {name}")
-        found[name] = _have(out, name)
-    status_line("")
     meta = {
         "vocab_size": VOCABULARY,
         "delimiter": DELIMITER,
-        "shards": {name: num_tokens for name, (num_tokens, _) in found.items()},
-        "request": {"hub": REPOSITORY, "num_shards": num_shards, "format": 1},
+        "shards": {name: _have(out, name) for name in names},
+        "hub": REPOSITORY,
     }
     write_atomically(out / "meta.json", json.dumps(meta, indent=2).encode() + b"\n")
-    return meta, not any(was_fetched for _, was_fetched in found.values())
+    return meta
 
 
-def _have(out: Path, name: str) -> tuple[int, bool]:
-    """Return the tokens of shard `name`, and whether it had to be fetched."""
-    for num_fetches in range(2):
+def _have(out: Path, name: str) -> int:
+    """Return the tokens of shard `name`, which is fetched if it is absent or not whole."""
+    for _ in range(2):
         try:
-            return len(Shard(out / name)), num_fetches > 0
-        except ValueError:  # absent, or not whole
+            return len(Shard(out / name))
+        except (FileNotFoundError, ValueError):
             _fetch(out, name, force=(out / name).exists())
-    return len(Shard(out / name)), True
+    return len(Shard(out / name))
 
 
 def _fetch(out: Path, name: str, *, force: bool) -> None:

@@ -10,8 +10,8 @@
 1. A shard of n tokens yields (n - 1) // T sequences; they never cross a shard. Prefix sums over the
    shards number them globally. Neither rank nor world size enters.
 2. Batch i of rank r is the global sequences [iWB + rB, iWB + rB + B).
-3. What does not fill W * B is dropped, so every rank yields the same number of full batches: a rank
-   with one batch more would wait for ever in its next all-reduce.
+3. Sequences that do not fill W * B are dropped, so every rank yields the same number of full
+   batches: a rank with one batch more would wait for ever in its next all-reduce.
 
 So the whole state is one integer, the number of sequences consumed by all ranks, and a run saved on
 2 ranks goes on with 4 as long as W * B stays. Finding the place is a binary search. Cost: one
@@ -47,7 +47,7 @@ class TokenLoader:
     memory. Iterators are independent; the state follows the newest one.
 
     Args:
-        paths: kjj0 `.bin` shards (see `solution.data.shards`), at least one, none twice.
+        paths: kjj0 `.bin` shards (see `solution.data.shards`), at least one.
         batch_size: sequences per batch and rank, B.
         sequence_length: tokens per sequence, T.
         rank, world_size: both or neither; when not given, those of RANK and WORLD_SIZE, both or
@@ -166,18 +166,12 @@ class _Pass(Iterator[Batch]):
 
 
 def _check_paths(paths: Sequence[PathLike]) -> list[PathLike]:
-    """`paths` as a list: not empty, not one bare string, no file twice."""
+    """`paths` as a list: not empty, and not one bare string."""
     if isinstance(paths, str | os.PathLike):
         raise ValueError(f"expected a list of shards, got one path {str(paths)!r}; write [path]")
     files = list(paths)
     if not files:
         raise ValueError("expected at least one shard, got an empty list of paths")
-    seen: dict[str, PathLike] = {}
-    for file in files:
-        real = os.path.realpath(file)
-        if real in seen:
-            raise ValueError(f"expected each shard once, got {file} and {seen[real]}, one file")
-        seen[real] = file
     return files
 
 

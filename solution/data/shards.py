@@ -21,7 +21,6 @@ The format is Karpathy's (llm.c, dev/data/data_common.py).
 
 import os
 import re
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +40,7 @@ class Shard:
     """A token file, checked; holds no descriptor between reads.
 
     Raises:
-        FileNotFoundError: there is no such file (it is a ValueError as well).
+        FileNotFoundError: there is no such file.
         ValueError: not a file, or not a complete shard of version 1; the message names the file,
             the byte offset, what was expected and found, and what to do.
     """
@@ -52,9 +51,6 @@ class Shard:
 
     def __len__(self) -> int:
         return self.num_tokens
-
-    def __repr__(self) -> str:
-        return f"Shard({str(self.path)!r}, num_tokens={self.num_tokens})"
 
     def read(self, start: int, count: int) -> Tokens:
         """Tokens [start, start + count) as a read-only uint16 array.
@@ -94,14 +90,10 @@ class Shard:
             )
 
 
-class _MissingShardError(FileNotFoundError, ValueError):
-    """A missing file is a bad argument too: callers may catch either."""
-
-
 def _check_header(path: Path) -> int:
     """Return the number of tokens in `path`, once all about its header and size is right."""
     if not path.exists():
-        raise _MissingShardError(
+        raise FileNotFoundError(
             f"{path}: expected a token shard, found no such file; "
             "`python -m solution.data.prepare --out DIR` makes some"
         )
@@ -147,16 +139,16 @@ def _read_at(path: Path, offset: int, num_bytes: int) -> bytes:
         return file.read(num_bytes)
 
 
-def write_shard(path: str | os.PathLike[str], tokens: npt.ArrayLike | Iterable[int]) -> int:
+def write_shard(path: str | os.PathLike[str], tokens: npt.ArrayLike) -> int:
     """Write `tokens` as a shard, completely or not at all; returns how many there were.
 
     Args:
         path: the target; replaced if it exists. Its folder must exist.
-        tokens: a 1-D integer array or sequence, or an iterable of ints, each 0 <= id < 65536.
+        tokens: a 1-D integer array or sequence, each 0 <= id < 65536.
 
     Raises:
         ValueError: an id out of range (names it and its index), not 1-D, not integers, or too many.
-            Whatever is at `path` stays as it was, also when iterating `tokens` raises.
+            Whatever is at `path` stays as it was.
     """
     ids = _as_ids(tokens)
     header = np.zeros(HEADER_WORDS, dtype="<i4")
@@ -165,10 +157,8 @@ def write_shard(path: str | os.PathLike[str], tokens: npt.ArrayLike | Iterable[i
     return len(ids)
 
 
-def _as_ids(tokens: Any) -> npt.NDArray[Any]:
+def _as_ids(tokens: npt.ArrayLike) -> npt.NDArray[Any]:
     """`tokens` as a 1-D integer array in which every id fits uint16."""
-    if not hasattr(tokens, "__array__") and not hasattr(tokens, "__len__"):
-        tokens = list(tokens)
     ids = np.asarray(tokens)
     if ids.ndim != 1:
         raise ValueError(f"expected tokens to be 1-D, got shape {ids.shape}; flatten them")

@@ -1,6 +1,6 @@
 """The demonstration, `make demo`: GPT-2 learns from real text in many ways, with equal losses.
 
-1. Shards from the sources of Python's standard library, tokenizer included; reused the second time.
+1. Shards from the sources of Python's standard library, tokenizer included.
 2. One rank: the baseline. One rank with half the micro-batch: the control. It computes the same
    mean in another order of summation, and so measures how far rounding alone drives two right runs
    apart.
@@ -8,17 +8,16 @@
    PyTorch's DDP; ZeRO-1; FSDP in each strategy, and PyTorch's.
 4. Two ranks, one of which is killed with SIGKILL in the middle: torchrun starts both anew, and they
    go on from the last save.
-5. What the specification says of it all, where `make check` has left its report.
 
-Then a table, a page (OUT/index.html, out of OUT/results.json), and checks that decide the exit
-status: losses and gradient norms lie within 10 times the control's distance from the baseline (plus
-8 float32 units in the last place, should the control happen to agree bit for bit); the ranks of
-each run end with the same weights, bit for bit; each run sends as many bytes per step as its
-algorithm needs; the run with the kill equals the same run without, bit for bit.
+Then a page (OUT/index.html, out of OUT/results.json), and checks that decide the exit status:
+losses and gradient norms lie within 10 times the control's distance from the baseline (plus 8
+float32 units in the last place, should the control happen to agree bit for bit); the ranks of each
+run end with the same weights, bit for bit; each run sends as many bytes per step as its algorithm
+needs; the run with the kill equals the same run without, bit for bit.
 
     python -m solution.demo [--steps 30] [--out outputs/demo] [--device auto] [--attention sdpa]
 
-`runs` starts them, `results` gathers, predicts and judges, `page` draws (with matplotlib).
+`runs` starts them, `results` gathers, predicts and judges, `page` draws.
 """
 
 import argparse
@@ -31,7 +30,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from solution.data.shards import write_atomically
-from solution.demo import results
+from solution.demo import page, results
 from solution.demo.runs import RUNS, train
 
 DATA = ["--vocab-size", "2048", "--max-bytes", "2000000", "--shard-tokens", "200000"]
@@ -40,14 +39,6 @@ DATA = ["--vocab-size", "2048", "--max-bytes", "2000000", "--shard-tokens", "200
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns 0 if every check holds, 1 if not, 2 if a run failed."""
     flags, started = _flags(arguments), time.perf_counter()
-    try:
-        from solution.demo import page  # here: it needs matplotlib, which is optional
-    except ModuleNotFoundError as error:
-        if error.name != "matplotlib":
-            raise
-        said = "expected matplotlib, which draws the charts, found none"
-        print(f"error: {said}; python -m pip install 'trainspec[plots]'", file=sys.stderr)
-        return 2
     prepare = [sys.executable, "-m", "solution.data.prepare", "--out", str(flags.out / "data")]
     try:
         subprocess.run([*prepare, *DATA], check=True)
@@ -57,8 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         said = f"expected status 0, got {error.returncode} from: {shlex.join(error.cmd)}"
         print(f"error: {said}", file=sys.stderr)
         return 2
-    found = results.gather(flags.attention, flags.out, flags.report)
-    print("\n" + results.table(found["runs"]))
+    found = results.gather(flags.out)
     problems = results.check(found["runs"], flags.out)
     found |= {"problems": problems, "seconds": round(time.perf_counter() - started, 1)}
     write_atomically(flags.out / "results.json", json.dumps(found, indent=1).encode() + b"\n")
@@ -77,8 +67,6 @@ def _flags(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--out", type=Path, default=Path("outputs/demo"), help="folder to fill")
     add("--device", default="auto", help="auto, cpu or cuda")
     add("--attention", default="sdpa", help="who computes it, in all runs alike")
-    report = Path("outputs/report/report.json")
-    add("--report", type=Path, default=report, help="what `make check` wrote: shown if it is there")
     flags = parser.parse_args(arguments)
     if flags.steps < 2:
         parser.error(f"expected --steps >= 2 to see a loss fall, got {flags.steps}")

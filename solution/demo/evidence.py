@@ -20,13 +20,13 @@ from subprocess import run as execute
 from typing import Any, NamedTuple
 
 from solution.data.shards import write_atomically
+from solution.demo import page_template
 from solution.demo.__main__ import DATA
 from solution.demo.runs import FULL_SHARD, Run, train
 from solution.measure.intervals import Intervals, intersection, length, merged
 from solution.measure.recording import WARM_UP
 from solution.measure.trace import GLOO, step_lanes
 from solution.measure.trace_file import COLLECTIVE_MARKS, Trace, read_trace
-from solution.measure.traces import page_template
 
 FOLDER = Path(__file__).parent
 IMPLEMENTATIONS = {"solution": "ours", "torch": "FSDP2"}

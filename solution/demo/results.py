@@ -1,14 +1,9 @@
 """OUT/results.json: everything that the page shows, gathered from what the runs left behind.
 
-A run's `Division` predicts what it holds and sends. Gradients are those that the update reads;
-AdamW keeps two moments, and a step count of 4 bytes per tensor. Bytes are those that a rank hands
-to its collectives (`solution.measure.traffic`). Activations, of one micro-batch, are predicted with
-fake tensors and do not depend on the ranks.
+A run's `Division` predicts the bytes that a rank hands to its collectives in a step;
+`solution.measure.traffic` has counted them.
 """
 
-import functools
-import json
-from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,10 +11,8 @@ from typing import Any
 import torch
 
 from solution.config import GPT2Config
-from solution.console import aligned, significant
 from solution.data.prepare import read_meta
 from solution.demo.runs import GLOBAL_BATCH, PRESET, RUNS, SEQUENCE_LENGTH, Run
-from solution.measure.memory import predict
 from solution.measure.trace import step_lanes
 from solution.measure.trace_file import read_trace
 from solution.models import families
@@ -28,11 +21,14 @@ MARGIN = 10.0  # between two right runs that differ in rounding, the control bei
 FINEST = 1500  # parts of a step: gaps below one such part are not drawn
 
 
-def gather(attention: str, out: Path, report: Path) -> dict[str, Any]:
-    """Return all of it but the checks and the seconds; `report` is of the specification."""
+def gather(out: Path) -> dict[str, Any]:
+    """Return all of it but the checks and the seconds."""
     meta = read_meta(out / "data")
     assert meta is not None  # `prepare` has written it
     config = GPT2Config.preset(PRESET, vocab_size=meta["vocab_size"])
+    with torch.device("meta"):
+        blocks = families.build(config).blocks
+    of_blocks = sum(parameter.nbytes for parameter in blocks.parameters())
     first = RUNS[0].summaries(out)[0]
     return {
         "schema": "trainspec-demo/1",
@@ -42,22 +38,15 @@ def gather(attention: str, out: Path, report: Path) -> dict[str, Any]:
         "steps": first["steps"],
         "device": first["device"],
         "torch": torch.__version__,
-        "runs": [_gather_run(run, config, attention, out) for run in RUNS],
-        "conformance": _conformance(report),
+        "runs": [_gather_run(run, of_blocks, out) for run in RUNS],
     }
 
 
-def _gather_run(run: Run, config: GPT2Config, attention: str, out: Path) -> dict[str, Any]:
+def _gather_run(run: Run, of_blocks: int, out: Path) -> dict[str, Any]:
+    """Return one run; `of_blocks` are the bytes of the blocks' parameters."""
     summaries, division = run.summaries(out), run.division
-    held = [summary["held_bytes"] for summary in summaries]
     traces = sorted(run.traces(out).rglob("rank*_trace.json"))
-    alone, of_blocks = _one_rank(config, attention, run.micro_batch)
-    whole, passes = alone["parameters"], GLOBAL_BATCH // (run.micro_batch * run.num_ranks)
-    kept = whole // run.num_ranks if division.divides == "all" else whole
-    state = whole // run.num_ranks if division.divides else whole
-    # A shard of each tensor has a count of its own.
-    counts = alone["optimizer"] - 2 * whole
-    counts //= run.num_ranks if division.divides == "state" else 1
+    passes = GLOBAL_BATCH // (run.micro_batch * run.num_ranks)
 
     def differences(key: str) -> list[float]:
         pairs = zip(run.curve(out, key), RUNS[0].curve(out, key), strict=True)
@@ -69,58 +58,17 @@ def _gather_run(run: Run, config: GPT2Config, attention: str, out: Path) -> dict
         "differences": differences("loss"),  # from the first run, per step
         "distance": {key: max(differences(key)) for key in ("loss", "grad_norm")},  # the largest
         "tokens_per_s": summaries[0]["tokens_per_s"],
-        "memory": {
-            "measured": {name: max(one[name] for one in held) for name in held[0]},
-            "predicted": {
-                "parameters": kept,
-                "gradients": kept,
-                "optimizer": 2 * state + counts,
-                "activations": alone["activations"],
-            },
-            "peak": [summary["peak_memory_bytes"] for summary in summaries],
-        },
+        "held": summaries[0]["held_bytes"],
+        "peak": [summary["peak_memory_bytes"] for summary in summaries],
         "traffic": {
             "collectives": summaries[0]["collectives"],
             "bytes": summaries[0]["bytes_per_step"],
-            "theory_bytes": division.sent_bytes(whole, of_blocks, passes),
+            "theory_bytes": division.sent_bytes(summaries[0]["parameter_bytes"], of_blocks, passes),
             "reason": division.reason,
         },
         "timeline": [step_lanes(read_trace(path))[-1].from_begin(FINEST) for path in traces],
         "weights": summaries[0]["weights_sha256"],
     }
-
-
-@functools.cache  # most runs have the same micro-batch
-def _one_rank(config: GPT2Config, attention: str, batch_size: int) -> tuple[dict[str, int], int]:
-    """Return what a rank alone takes, by component, and the bytes of the blocks' parameters."""
-    with torch.device("meta"):
-        model = families.build(config, attention=attention)
-    found = predict(model, batch_size=batch_size, sequence_length=SEQUENCE_LENGTH)
-    return found.terms, sum(parameter.nbytes for parameter in model.blocks.parameters())
-
-
-def _conformance(path: Path) -> dict[str, Any] | None:
-    """Return chapter by implementation, of the specification's report; None if there is none."""
-    try:
-        report = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    if report.get("schema") != "trainspec-report/1" or not report["complete"]:
-        return None
-    rows: dict[str, Any] = defaultdict(lambda: defaultdict(Counter))
-    for clause in report["clauses"]:
-        if clause["strength"] == "MUST":
-            for name, cell in clause["cells"].items():
-                rows[clause["chapter"]][name][cell["outcome"]] += 1
-    return {
-        "command": report["run"].get("command", ""),
-        "text": report["verdict"]["text"],
-        "implementations": [found["name"] for found in report["implementations"]],
-        "rows": [{"chapter": chapter, "cells": cells} for chapter, cells in rows.items()],
-    }
-
-
-# -------------------------------------------------------------------------- checks, and the table
 
 
 def check(runs: Sequence[Mapping[str, Any]], out: Path) -> list[str]:
@@ -170,20 +118,3 @@ def _check_restart(run: Run, weights: set[str], out: Path) -> list[str]:
         return [f"FAILED: {run.title}: expected the bits of {same.title}, got: {said}"]
     print(f"{run.title}: every loss, norm and weight equal to those of {same.title}, bit for bit")
     return []
-
-
-def table(runs: Sequence[Mapping[str, Any]]) -> str:
-    """Return one line per run: where it ended, how far from one rank, what it cost."""
-    rows = [("", "last loss", "differs", "norms", "tokens/s", "sent MB", "theory", "weights")]
-    for run in runs:
-        distance, traffic = run["distance"], run["traffic"]
-        cells = (
-            f"{run['losses'][-1]:.6f}",
-            f"{distance['loss']:.1e}",
-            f"{distance['grad_norm']:.1e}",
-            significant(run["tokens_per_s"], 3),
-            significant(traffic["bytes"] / 1e6),
-            significant(traffic["theory_bytes"] / 1e6),
-        )
-        rows.append((run["title"], *cells, run["weights"][:8]))
-    return aligned(rows)

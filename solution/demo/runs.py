@@ -25,10 +25,9 @@ TELL = 'echo $$$$ >> "$0.$RANK"; exec "$@"'
 
 
 class Division(NamedTuple):
-    """How ranks divide the work: of P bytes of parameters, B of them in blocks, M micro-batches."""
+    """How a run sends: of P bytes of parameters, B of them in blocks, M micro-batches a step."""
 
     script: str  # solution.train_...
-    divides: str  # over the ranks: "state" of AdamW; "all", gradients and parameters as well
     sent_bytes: Callable[[int, int, int], int]  # in a step, of P, B and M
     reason: str
 
@@ -81,14 +80,14 @@ class Run:
         return [json.loads(path.read_text()) for path in paths]
 
 
-ALONE = Division("baseline", "", lambda p, b, m: 0, "nothing: one rank")
-DDP = Division("ddp", "", lambda p, b, m: p, "P: every gradient once")
-ZERO1 = Division("ddp", "state", lambda p, b, m: 2 * p, "2P: every gradient, then every new weight")
+ALONE = Division("baseline", lambda p, b, m: 0, "nothing: one rank")
+DDP = Division("ddp", lambda p, b, m: p, "P: every gradient once")
+ZERO1 = Division("ddp", lambda p, b, m: 2 * p, "2P: every gradient, then every new weight")
 NO_SHARD = DDP._replace(script="fsdp")
 GATHERED_ONCE = "MP + P: a gather per micro-batch, gradients once"
-GRAD_OP = Division("fsdp", "all", lambda p, b, m: m * p + p, GATHERED_ONCE)
+GRAD_OP = Division("fsdp", lambda p, b, m: m * p + p, GATHERED_ONCE)
 GATHERED_TWICE = "M(P + B) + P: blocks gathered for forward and backward, gradients once"
-FULL_SHARD = Division("fsdp", "all", lambda p, b, m: m * (p + b) + p, GATHERED_TWICE)
+FULL_SHARD = Division("fsdp", lambda p, b, m: m * (p + b) + p, GATHERED_TWICE)
 BUCKETED = ("--wrapper", "ddp_bucketed")
 RUNS = [
     Run("one rank", "baseline", ALONE, 1),

@@ -1,7 +1,7 @@
 """Operations: how many a model needs, how many a device can do, and what a larger model would take.
 
 MFU, model FLOPs utilisation (Chowdhery et al. 2022, appendix B), is tokens/s x FLOPs/token over the
-peak of the device. What is recomputed does not count: it is work that the model did not ask for.
+peak of the device. Recomputed operations do not count: the model did not ask for them.
 The peak is the vendor's for *dense* products; tables print twice that with structured sparsity,
 which no training uses. A device that is not in the table has no utilisation: half of a guess is not
 a measurement.
@@ -23,34 +23,33 @@ SECONDS_PER_DAY, DAYS_PER_YEAR = 86_400, 365
 
 
 class Device(NamedTuple):
-    """Peaks in TFLOP/s, dense: 16-bit products, TF32 on tensor cores, float32 without them."""
+    """Peaks in TFLOP/s, dense: 16-bit products on tensor cores, float32 without them."""
 
     words: str  # that the device's name must have, each as a whole word
     half: float
-    tf32: float | None
     single: float
     without: str = ""  # words that it must not have
     has_bfloat16: bool = True
 
 
 DEVICES = (
-    Device("B200", 2250, 1125, 75),
-    Device("GH200", 989.4, 494.7, 66.9),
-    Device("H200", 989.4, 494.7, 66.9, without="NVL"),
-    Device("H200 NVL", 835.5, 417.5, 60),
-    Device("H100 HBM3", 989.4, 494.7, 66.9),  # SXM; HBM3 is what its name says
-    Device("H100 SXM5", 989.4, 494.7, 66.9),
-    Device("H100 PCIe", 756, 378, 51),
-    Device("H100 NVL", 835.5, 417.5, 60),
-    Device("H20", 148, 74, 44),
-    Device("A100", 312, 156, 19.5),
-    Device("L40S", 362.05, 183, 91.6),
-    Device("L4", 121, 60, 30.3),
-    Device("A10", 125, 62.5, 31.2),
-    Device("V100", 125, None, 15.7, has_bfloat16=False),
-    Device("T4", 65, None, 8.1, has_bfloat16=False),
-    Device("RTX 4090", 165.2, 82.6, 82.6, without="Laptop"),
-    Device("RTX 3090", 71, 35.6, 35.6, without="Ti Laptop"),
+    Device("B200", 2250, 75),
+    Device("GH200", 989.4, 66.9),
+    Device("H200", 989.4, 66.9, without="NVL"),
+    Device("H200 NVL", 835.5, 60),
+    Device("H100 HBM3", 989.4, 66.9),  # SXM; HBM3 is what its name says
+    Device("H100 SXM5", 989.4, 66.9),
+    Device("H100 PCIe", 756, 51),
+    Device("H100 NVL", 835.5, 60),
+    Device("H20", 148, 44),
+    Device("A100", 312, 19.5),
+    Device("L40S", 362.05, 91.6),
+    Device("L4", 121, 30.3),
+    Device("A10", 125, 31.2),
+    Device("V100", 125, 15.7, has_bfloat16=False),
+    Device("T4", 65, 8.1, has_bfloat16=False),
+    Device("RTX 4090", 165.2, 82.6, without="Laptop"),
+    Device("RTX 3090", 71, 35.6, without="Ti Laptop"),
 )
 """Vendors' data sheets; the first that fits counts."""
 
@@ -60,8 +59,7 @@ def flops_per_token(model: nn.Module, *, sequence_length: int) -> int:
 
     PyTorch's FlopCounterMode counts a forward on fake tensors, without memory or work, for any
     module from ids `[1, sequence_length]` to logits. A backward is twice that: each product has two
-    of its size, for either factor. `solution.models.families` has the closed form of our models;
-    both are equal.
+    of its size, for either factor.
 
     Raises:
         ValueError: a length that is not a positive integer.
@@ -78,7 +76,7 @@ def flops_per_token(model: nn.Module, *, sequence_length: int) -> int:
     return 3 * counter.get_total_flops() // sequence_length
 
 
-def peak_flops(device_name: str, dtype: torch.dtype, *, tf32: bool = False) -> float | None:
+def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
     """Return the dense operations per second of a device in a dtype; None where not known.
 
     >>> peak_flops("NVIDIA H200", torch.bfloat16)
@@ -94,7 +92,7 @@ def peak_flops(device_name: str, dtype: torch.dtype, *, tf32: bool = False) -> f
             found: dict[Any, float | None] = {
                 torch.float16: device.half,
                 torch.bfloat16: device.half if device.has_bfloat16 else None,
-                torch.float32: device.tf32 if tf32 else device.single,
+                torch.float32: device.single,
             }
             tflops = found.get(dtype)
             return None if tflops is None else tflops * 1e12
@@ -107,7 +105,6 @@ def model_flops_utilization(
     flops_per_token: float,
     device_name: str,
     dtype: torch.dtype,
-    tf32: bool = False,
 ) -> float | None:
     """Return the part of the device's peak that the model's own operations use, if it is known.
 
@@ -117,7 +114,7 @@ def model_flops_utilization(
     >>> round(found, 3)
     0.468
     """
-    peak = peak_flops(device_name, dtype, tf32=tf32)
+    peak = peak_flops(device_name, dtype)
     return None if peak is None else tokens_per_s * flops_per_token / peak
 
 

@@ -16,8 +16,8 @@ Not counted: the allocator's rounding, workspaces of libraries (some 50 MiB on C
 inside kernels. PyTorch's MemTracker has the same idea, hooks into modules and optimizers, and is
 private.
 
-Measured are a step (`measured_step`), what a rank holds (`Holdings`), its peak
-(`peak_memory_bytes`) and a GPU's history (`memory_history`).
+Measured are a step (`measured_step`), a process's peak (`peak_memory_bytes`) and a GPU's history
+(`memory_history`).
 """
 
 import copy
@@ -29,13 +29,12 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -142,12 +141,12 @@ def predict(
     batch_size: int,
     sequence_length: int,
     make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] = torch.optim.AdamW,
-    autocast: torch.dtype | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> Prediction:
     """Return what `memory_estimate` does, by term and phase.
 
-    `make_optimizer` is given the trainable parameters; `autocast` is the dtype of products in the
-    forward, where it is not that of the weights.
+    `make_optimizer` is given the trainable parameters; `dtype` is that of matrix products in the
+    forward.
     """
     require_positive("batch_size", batch_size)
     require_positive("sequence_length", sequence_length)
@@ -179,7 +178,7 @@ def predict(
             )
         with ledger:
             with ledger.phase("forward", new="activations"):
-                loss = training_loss(twin, ids, autocast)
+                loss = training_loss(twin, ids, dtype)
             with ledger.phase("backward", new="temporaries"):
                 loss.backward()
             with ledger.phase("update", new="temporaries"):
@@ -213,71 +212,13 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [value for value in values if isinstance(value, torch.Tensor)]
 
 
-def training_loss(
-    model: nn.Module, ids: torch.Tensor, autocast: torch.dtype | None
-) -> torch.Tensor:
+def training_loss(model: nn.Module, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return the cross-entropy over all places of the ids themselves: measuring needs no more."""
-    with torch.autocast(ids.device.type, dtype=autocast, enabled=autocast is not None):
+    with torch.autocast(ids.device.type, dtype=dtype, enabled=dtype != torch.float32):
         return F.cross_entropy(model(ids).flatten(0, -2), ids.flatten())
 
 
 # ----------------------------------------------------------------------------------- measured
-
-
-class Holdings(ExitStack):
-    """What a rank holds at the update, by component, and what a forward leaves for its backward.
-
-    Each storage counts once, however many tensors share it. Parameters, gradients and optimizer
-    state are counted between the last reduction and the update: of a sharded model that is this
-    rank's part. Activations are what autograd saves in one micro-batch, parameters excluded; the
-    largest micro-batch counts. It slows down what it watches: watch one step and time the others.
-
-    """
-
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        super().__init__()
-        self.num_bytes: dict[str, int] = {}  # by component; empty before the first update
-        self._model, self._optimizer = model, optimizer
-        self._saved: dict[int, int] = {}  # storage's address -> bytes, of this micro-batch
-        self._most_saved = 0
-
-    def __enter__(self) -> Self:
-        for handle in (
-            self._model.register_forward_pre_hook(lambda *_: self._saved.clear()),
-            self._optimizer.register_step_pre_hook(lambda *_: self._count()),
-        ):
-            self.callback(handle.remove)
-        keep = torch.autograd.graph.saved_tensors_hooks(self._keep, lambda tensor: tensor)
-        self.enter_context(keep)
-        return self
-
-    def _keep(self, tensor: torch.Tensor) -> torch.Tensor:
-        storage = _local(tensor).untyped_storage()
-        own = {_local(p).untyped_storage().data_ptr() for p in self._model.parameters()}
-        if storage.data_ptr() not in own:
-            self._saved[storage.data_ptr()] = storage.nbytes()
-            self._most_saved = max(self._most_saved, sum(self._saved.values()))
-        return tensor
-
-    def _count(self) -> None:
-        parameters = list(self._model.parameters())
-        self.num_bytes = {
-            "parameters": _num_bytes(parameters),
-            "gradients": _num_bytes(p.grad for p in parameters if p.grad is not None),
-            "optimizer": _num_bytes(optimizer_tensors(self._optimizer)),
-            "activations": self._most_saved,
-        }
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _num_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Return the bytes of the elements, each part of a storage once: shards are views."""
-    parts = {(local.data_ptr(), local.numel()): local.nbytes for local in map(_local, tensors)}
-    return sum(parts.values())
 
 
 def measured_step(
@@ -285,7 +226,7 @@ def measured_step(
     optimizer: torch.optim.Optimizer,
     ids: torch.Tensor,
     *,
-    autocast: torch.dtype | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> dict[str, int]:
     """Return the bytes of the second of two steps, each with a cross-entropy over all places.
 
@@ -301,7 +242,7 @@ def measured_step(
             return torch.cuda.memory_allocated() if current else torch.cuda.max_memory_allocated()
         return int(tracker.get_tracker_snapshot(moment)[ids.device]["Total"]) - ids.nbytes
 
-    training_loss(model, ids, autocast).backward()
+    training_loss(model, ids, dtype).backward()
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     found = {
@@ -320,7 +261,7 @@ def measured_step(
             tracker.track_external(model, optimizer, ids)
             stack.enter_context(tracker)
         begun = used("current")
-        value = training_loss(model, ids, autocast)
+        value = training_loss(model, ids, dtype)
         found["activations"] = used("current") - begun
         value.backward()
         del value

@@ -30,7 +30,7 @@ Clock = Callable[[], float]
 
 
 class PeakMemory(Protocol):
-    """What a sweep knows of memory."""
+    """The memory counter of a sweep."""
 
     def reset_peak(self) -> None:
         """Begin anew: the peak is what is in use now."""

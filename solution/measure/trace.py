@@ -1,4 +1,4 @@
-"""What a profiler trace says about one rank: what it computed, what it sent, what overlapped.
+"""Summary of one rank's profiler trace: computation, communication, and their overlap.
 
     |<-------------------------- step ----------------------------->|
     compute        ######   ##########        ######

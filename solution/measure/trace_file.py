@@ -45,7 +45,7 @@ class Span(NamedTuple):
 
 @dataclass
 class Trace:
-    """What is kept of one file, each list ordered by begin."""
+    """The events of one file that are kept, each list ordered by begin."""
 
     path: Path
     rank: int = 0  # where the trace does not say

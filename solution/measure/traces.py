@@ -1,4 +1,4 @@
-"""The traces of a run, all ranks together, and of several runs side by side: tables, page, JSON.
+"""The traces of a run, all ranks together, and of several runs side by side, as tables.
 
     outputs/traces/          a folder of setups
         baseline/            one run
@@ -10,8 +10,6 @@ Files of different runs in one folder are refused: their mean would be meaningle
 
 Counts and times of operators are per step. An operator's time includes what it calls, so times of
 different names do not add up to a step; on a GPU kernels are listed, which do not nest.
-
-The page (`traces.html.jinja`) is one file of HTML with drawings in SVG: it opens from anywhere.
 """
 
 import re
@@ -21,17 +19,11 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
 from solution.console import aligned, significant
-from solution.measure.intervals import merged
 from solution.measure.trace import Lanes, listed, step_lanes, summarize
 from solution.measure.trace_file import Trace, TraceError, read_trace
 
 RECORD = "record some with `python -m solution.train_baseline --profile-steps 3`"
-PAGE = Path(__file__).with_name("traces.html.jinja")
-DRAWINGS = PAGE.with_name("drawings.svg.jinja")
-POINTS = 400  # of memory over time, about
 MOST_CHANGES = 15  # operators that are listed
 _NAME = re.compile(r"rank(\d+)_trace\.json(\.gz)?")
 
@@ -41,31 +33,20 @@ Setups = dict[str, list[RankTrace]]
 Changes = list[dict[str, Any]]  # of `difference_of`
 
 
-def read_rank(path: Path, *, step: int | None = None) -> RankTrace:
-    """Read one file; `step` is the number of the step to show, None takes the median one.
+def read_rank(path: Path) -> RankTrace:
+    """Read one file.
 
     Returns:
-        The keys of the contract (`summarize_trace`), and `path`; `operators`, on a GPU kernels, per
-        step; `memory`, microseconds since the first step and bytes; `timeline`, the step to show
-        (`Lanes.from_begin`).
+        The keys of the contract (`summarize_trace`), `path`, and `operators` per step (on a GPU
+        kernels).
 
     Raises:
-        TraceError: no whole trace, or none of that step.
+        TraceError: no whole trace, or none of a step.
     """
     trace = read_trace(path)
     lanes = step_lanes(trace)
-    found = {one.step: one for one in lanes}
-    if step is not None and step not in found:
-        raise TraceError(f"{path}: expected step {step}, got {[*found]}; choose one of these")
-    by_duration = sorted(lanes, key=lambda one: one.end - one.begin)
-    shown = by_duration[(len(lanes) - 1) // 2] if step is None else found[step]
-    return {
-        **summarize(trace, lanes),
-        "path": str(path),
-        "operators": _operators_per_step(trace, lanes),
-        "memory": _memory_over_time(trace, lanes),
-        "timeline": shown.from_begin(),
-    }
+    operators = _operators_per_step(trace, lanes)
+    return {**summarize(trace, lanes), "path": str(path), "operators": operators}
 
 
 def _operators_per_step(trace: Trace, lanes: list[Lanes]) -> Uses:
@@ -81,22 +62,6 @@ def _operators_per_step(trace: Trace, lanes: list[Lanes]) -> Uses:
     return {
         name: {key: total / len(lanes) for key, total in use.items()} for name, use in found.items()
     }
-
-
-def _memory_over_time(trace: Trace, lanes: list[Lanes]) -> list[tuple[float, int]]:
-    """Return microseconds since the first step, and bytes allocated then.
-
-    Each point is the largest of its stretch of time, so that no peak is lost. On a CPU bytes count
-    from the begin of the recording: what was allocated before is not in the trace.
-    """
-    begin, end = lanes[0].begin, lanes[-1].end
-    width = (end - begin) / POINTS or 1.0
-    largest: dict[int, tuple[float, int]] = {}
-    for at, total in trace.device_memory:
-        stretch = int((at - begin) / width)
-        if begin <= at <= end and total > largest.get(stretch, (0.0, float("-inf")))[1]:
-            largest[stretch] = (at - begin, total)
-    return [largest[stretch] for stretch in sorted(largest)]
 
 
 def difference_of(first: Uses, second: Uses) -> Changes:
@@ -140,7 +105,7 @@ def _ranks(folder: Path) -> list[Path]:
     return sorted(found, key=lambda path: (int(found[path][1]), path.name))
 
 
-def read_setup(paths: list[Path], *, step: int | None = None) -> list[RankTrace]:
+def read_setup(paths: list[Path]) -> list[RankTrace]:
     """Return all ranks of one run, in order.
 
     Raises:
@@ -148,13 +113,12 @@ def read_setup(paths: list[Path], *, step: int | None = None) -> list[RankTrace]
     """
     ranks: dict[int, RankTrace] = {}
     for path in paths:
-        found = read_rank(path, step=step)
+        found = read_rank(path)
         rank = found["rank"]
         _require_one_run(found, next(iter(ranks.values()), found))
         if rank in ranks:
             raise TraceError(f"{path}: expected one trace of rank {rank}, got two; remove one")
         ranks[rank] = found
-        step = found["timeline"]["step"]  # all ranks show the same one
     world_size = next(iter(ranks.values()))["world_size"]
     if len(ranks) != world_size:
         raise TraceError(
@@ -245,36 +209,3 @@ def warnings_of(setups: Setups) -> list[str]:
             "no kernels on a CPU: times are of the host, with the profiler's own cost in them"
         )
     return found
-
-
-class Drawing(str):
-    """SVG as text; a notebook shows the picture."""
-
-    def _repr_html_(self) -> str:
-        return str(self)
-
-
-def timeline_drawing(timeline: dict[str, Any]) -> Drawing:
-    """Draw one step of one rank (`Lanes.from_begin`): computed, communicated, and exposed."""
-    return Drawing(page_template(DRAWINGS).module.timeline(timeline, None))
-
-
-def memory_drawing(ranks: list[list[tuple[float, int]]]) -> Drawing:
-    """Draw the bytes over time of all ranks."""
-    return Drawing(page_template(DRAWINGS).module.memory(ranks))
-
-
-def page(setups: Setups, diff_title: str, diff_text: str) -> str:
-    """Return the whole page, with a table of what differs between two setups unless it is empty."""
-    diff = {"title": diff_title, "table": diff_text} if diff_text else None
-    table, warnings = setup_table(setups), warnings_of(setups)
-    template = page_template(PAGE)
-    return template.render(setups=setups, table=table, warnings=warnings, diff=diff).lstrip()
-
-
-def page_template(path: Path) -> Any:
-    """Return a page's template, which fails on names that it is not given."""
-    options: Any = {"autoescape": True, "trim_blocks": True, "undefined": StrictUndefined}
-    environment = Environment(loader=FileSystemLoader(path.parent), **options)
-    environment.filters["merged"] = merged
-    return environment.get_template(path.name)

@@ -1,4 +1,4 @@
-"""What a rank sends: every collective of a stretch of code, counted without its cooperation.
+"""Traffic of a rank: every collective of a stretch of code, counted without its cooperation.
 
 A dispatch mode sees all operators of `c10d` and `_c10d_functional`: those that Python calls, those
 that PyTorch's C++ reducer launches from inside a backward, and those of DTensor. So PyTorch's

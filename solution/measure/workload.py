@@ -11,11 +11,10 @@ import torch
 from torch import nn
 
 from solution.attention import unavailable
-from solution.config import parse, require_positive
+from solution.config import require_positive
 from solution.data.shards import write_atomically
 from solution.measure.memory import Prediction, predict
 from solution.models import families
-from solution.precision import PRECISIONS
 from solution.train_config import TrainConfig, add_flags
 
 DONE, BAD_INPUT = 0, 2
@@ -50,17 +49,13 @@ class Workload:
     def __init__(self, flags: argparse.Namespace, *, is_run: bool = True) -> None:
         given = {name: value for name, value in vars(flags).items() if name in SETTINGS}
         preset = "debug" if given.get("model") == "llama" else "small"
-        self.settings = settings = parse(TrainConfig, {"preset": preset} | given)
-        if settings.precision == "fp16":
-            raise ValueError(
-                "expected precision fp32 or bf16, got 'fp16', which needs a loss scale"
-            )
+        self.settings = settings = TrainConfig(**{"preset": preset} | given)
         names = ("attention", "activation_checkpointing")
         self._options = {name: getattr(settings, name) for name in names}
         self.batch_size = require_positive("batch_size", flags.batch_size)
         self.config = settings.model_config(vocab_size=settings.vocab_size)
         self.length = settings.sequence_length or min(1024, self.config.max_sequence_length)
-        self.autocast = PRECISIONS[settings.precision]
+        self.dtype = settings.dtype
         self.num_parameters = families.parameter_count(self.config)
         has_gpu = torch.cuda.is_available()
         if settings.device == "cuda" and is_run and not has_gpu:
@@ -87,17 +82,20 @@ class Workload:
             model = families.build(self.config, **self._options)
             return model, torch.randint(self.config.vocab_size, (batch_size, self.length))
 
+    def shape(self) -> nn.Module:
+        """Return the model without memory, on the device `meta`."""
+        with torch.device("meta"):
+            return families.build(self.config, **self._options)
+
     def predict(self, batch_size: int) -> Prediction:
         """Return what a step takes, without its memory."""
-        with torch.device("meta"):
-            model = families.build(self.config, **self._options)
         return predict(
-            model,
+            self.shape(),
             batch_size=batch_size,
             sequence_length=self.length,
             # What AdamW does on the device that is meant: many tensors at once on a GPU.
             make_optimizer=partial(torch.optim.AdamW, foreach=self.device.type == "cuda"),
-            autocast=self.autocast,
+            dtype=self.dtype,
         )
 
 

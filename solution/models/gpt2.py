@@ -3,10 +3,10 @@
     ids [B, T] -> token + position embedding -> L x (x + attention(norm x); x + mlp(norm x))
                -> norm -> logits [B, T, V] through the token embedding itself (tied)
 
-Weights of Hugging Face's GPT2LMHeadModel load and save here bit for bit
-(`solution.models.hugging_face`). What differs is form: no dropout (equal runs on other layouts must
-be comparable), no mask or position buffers (nothing to fill with garbage when a model goes from
-`meta` to a device), Linear layers of `[out, in]` where GPT-2 has `[in, out]`.
+With the weights of Hugging Face's GPT2LMHeadModel the logits are the same. The form differs: no
+dropout (equal runs on other layouts must be comparable), no mask or position buffers (nothing to
+fill with garbage when a model goes from `meta` to a device), Linear layers of `[out, in]` where
+GPT-2 has `[in, out]`.
 
     with torch.device("meta"):
         model = GPT2(GPT2Config.preset("xl"))          # no memory

@@ -1,4 +1,4 @@
-"""What both model families share: the check of their ids, the drawing of weights, the layer."""
+"""Parts of both model families: the check of their ids, the drawing of weights, the layer."""
 
 from typing import Any, Self
 
@@ -24,7 +24,7 @@ def check_ids(ids_BT: torch.Tensor, *, max_sequence_length: int) -> None:
 
 
 class LanguageModel(nn.Module):
-    """What both families share: `blocks`, `final_norm`, `lm_head`, and how weights are drawn."""
+    """Base of both families: `blocks`, `final_norm`, `lm_head`, and how weights are drawn."""
 
     config: ModelConfig
 

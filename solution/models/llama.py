@@ -2,15 +2,15 @@
 
     ids [B, T] -> token embedding -> L x (x + attention(norm x); x + mlp(norm x)) -> norm -> logits
 
-What differs from GPT-2, line by line: RMSNorm (no mean, no bias), rotary positions in place of
+Differences from GPT-2, line by line: RMSNorm (no mean, no bias), rotary positions in place of
 learned ones, SwiGLU with a third matrix, fewer heads for keys and values than for queries, no
 biases, and a separate matrix for the logits.
 
 Rotary positions (Su et al. 2021): at position t the pair (x_i, x_{i + D/2}) of each head turns by
 the angle t * theta^(-2i/D), so the product of a query and a key knows only how far they are apart.
-Pairs are *halves* apart, as in Hugging Face's weights, which load and save here by renaming alone
-(`solution.models.hugging_face`). Meta's own files pair neighbours (x_2i, x_2i+1): the same
-function, with the rows of the query and key matrices in another order.
+Pairs are *halves* apart, as in Hugging Face's weights, which fit by renaming alone. Meta's own
+files pair neighbours (x_2i, x_2i+1): the same function, with the rows of the query and key matrices
+in another order.
 
 The table of angles is made and kept in float32, whatever dtype the model is moved to: in bfloat16
 neighbouring positions share an angle from 256 on. It is no parameter and no state: it is made again

@@ -6,7 +6,6 @@ Arms, all in the same ranks, each save into a fresh folder that is removed outsi
     bare           dcp.save of model and optimizer tensors, nested by name, with its defaults
     bare again     once more: the A/A arm (see paired.py)
     NAME           save_checkpoint of each --impl: generators, loader, markers, renames besides
-    NAME blocks    for how long its AsyncCheckpointer.save blocks, where it offers one
     NAME load      load_checkpoint of what it saved
 
 Writing is flushed to disk in all arms, so the disk decides: `--folder /dev/shm` leaves it out and
@@ -44,12 +43,10 @@ class Case(runner.Case):
 
 
 class Arm(paired.Arm):
-    """A way to save or load; `saver` does so in the background."""
+    """A way to save or load."""
 
-    def __init__(
-        self, ctx: Context, case: Case, act: Callable[[str], object], saver: Any = None
-    ) -> None:
-        self.ctx, self.place, self.act, self.saver = ctx, f"{case.folder}/saved", act, saver
+    def __init__(self, ctx: Context, case: Case, act: Callable[[str], object]) -> None:
+        self.ctx, self.place, self.act = ctx, f"{case.folder}/saved", act
         self.step()
         self.settle()
 
@@ -58,22 +55,15 @@ class Arm(paired.Arm):
         self.act(self.place)
 
     def settle(self) -> None:
-        """Remove what was written, when the background is done with it."""
-        if self.saver is not None:
-            self.saver.wait()
+        """Remove what was written."""
         self.ctx.barrier()
         if self.ctx.rank == 0:
             shutil.rmtree(self.place, ignore_errors=True)
         self.ctx.barrier()
 
-    def close(self) -> None:
-        """End what saves in the background."""
-        if self.saver is not None:
-            self.saver.__exit__(None, None, None)
-
 
 class Checkpoint(runner.Comparison):
-    """Saving, loading, and saving in the background."""
+    """Saving and loading."""
 
     name = "checkpoint"
     title = "Saving a checkpoint, paired against a bare torch.distributed.checkpoint save"
@@ -123,23 +113,14 @@ class Checkpoint(runner.Comparison):
 
 
 def of_implementation(ctx: Context, case: Case, name: str, parts: dict[str, Any]) -> dict[str, Arm]:
-    """Return the arms of one implementation; in the background only where it offers that."""
+    """Return the arms of one implementation."""
     impl = load(parse(name))
     kept = f"{case.folder}/{name}-kept"
     impl.save_checkpoint(kept, step=1, **parts)
-    arms = {
+    return {
         name: Arm(ctx, case, lambda place: impl.save_checkpoint(place, step=1, **parts)),
         f"{name} load": Arm(ctx, case, lambda place: impl.load_checkpoint(kept, **parts)),
     }
-    background = getattr(impl.namespace, "AsyncCheckpointer", None)
-    if background is not None:
-        saver = background(f"{case.folder}/{name}-background", keep=1)
-        saver.__enter__()
-        steps = iter(range(10**9))
-        arms[f"{name} blocks"] = Arm(
-            ctx, case, lambda place: saver.save(step=next(steps), **parts), saver
-        )
-    return arms
 
 
 BENCHMARK = Checkpoint()

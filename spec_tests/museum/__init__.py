@@ -21,7 +21,7 @@ from typing import Any
 from spec_tests.contract import FUNCTIONS
 from spec_tests.museum import catalogue
 from spec_tests.museum.card import Functions, Impostor
-from spec_tests.museum.patching import forget, patched
+from spec_tests.museum.patching import forget, package_of, patched
 from spec_tests.rig.target import Target, import_target
 
 
@@ -109,8 +109,8 @@ def build(words: str, target: Target) -> Any:
     """The implementation below with the impostor's functions or patches. Called in ranks only."""
     impostor = find(words)
     patches = impostor.patches if impostor.is_here else ()
-    if patches:
-        forget(target.module)
+    for module, _, _ in patches:
+        forget(package_of(module, target.module))
     with patched(patches):
         base = import_target(target)
         for module, _, _ in patches:

@@ -20,7 +20,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from typing import Any, TextIO
 
-from spec_tests.museum import find, matrix
+from spec_tests.museum import find, matrix, panel
 from spec_tests.rig.ranks.world import Worlds
 from spec_tests.rig.target import PACKAGE_ROOT
 
@@ -95,9 +95,7 @@ def do(job: Job, worlds: Worlds) -> Verdict:
         complaints += matrix.must_accept(found)
         findings += found
         if job.signature:
-            from spec_tests.museum import signatures  # it asks the crew in turn
-
-            symptoms, seconds = signatures.take(impostor, worlds)
+            symptoms, seconds = panel.take(impostor, worlds)
     except Exception as error:  # one bad card is one complaint, and no end of the others
         complaints.append(f"{job.impostor}: {type(error).__name__}: {error}")
     finally:

@@ -13,6 +13,7 @@ import difflib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -92,12 +93,22 @@ def _with(node: ast.AST, **changes: Any) -> ast.AST:
 
 @dataclass(frozen=True)
 class Mutant:
-    """A changed module: its number among the mutants of the module, and both sources."""
+    """A changed module: its number among the mutants of the module, and both sources.
+
+    Attributes:
+        function: the outermost function that was changed, and the line where it begins.
+    """
 
     module: str
     number: int
+    function: str
     before: str
     after: str
+
+    @property
+    def is_held_out(self) -> bool:
+        """Whether its function is one of the third that is counted and not read."""
+        return int(sha256(f"{self.module} {self.function}".encode()).hexdigest(), 16) % 3 == 0
 
     @property
     def id(self) -> str:
@@ -110,37 +121,56 @@ class Mutant:
         return "\n".join([*difflib.unified_diff(before, after, lineterm="", n=1)][2:])
 
 
+class Source:
+    """A module's source without comments, and what single changes make of it.
+
+    Args:
+        text: Python source.
+    """
+
+    def __init__(self, text: str) -> None:
+        self.tree = ast.parse(text)
+        self.before = ast.unparse(self.tree)
+        self.changes = [
+            (*place, ast.Pass() if change is None else change)
+            for place in _places(self.tree)
+            for change in _changes(place[-1])
+        ]
+
+    def after(self, number: int) -> str:
+        """Return the source with that change alone."""
+        _, parent, field, index, node, change = self.changes[number]
+        _put(parent, field, index, change)
+        found = ast.unparse(self.tree)
+        _put(parent, field, index, node)
+        return found
+
+
 @cache
-def of(module: str) -> tuple[Mutant, ...]:
-    """Return every mutant of a module that is Python source.
+def source(module: str) -> Source:
+    """Return the source of a module.
 
     Raises:
-        ValueError: There is no such module.
+        ValueError: There is no such module with Python source.
     """
     spec = find_spec(module)
     if spec is None or not (spec.origin or "").endswith(".py"):
         raise ValueError(f"expected a module with Python source, got {module!r}")
-    before, *others = sources(Path(str(spec.origin)).read_text(encoding="utf-8"))
-    return tuple(Mutant(module, n, before, after) for n, after in enumerate(others))
+    return Source(Path(str(spec.origin)).read_text(encoding="utf-8"))
 
 
-def sources(text: str) -> list[str]:
-    """Return a source without its comments, and each that one change makes of it."""
-    tree = ast.parse(text)
-    found = [ast.unparse(tree)]
-    for parent, field, index, node in list(_places(tree)):
-        for change in _changes(node):
-            _put(parent, field, index, ast.Pass() if change is None else change)
-            found.append(ast.unparse(ast.fix_missing_locations(tree)))
-            _put(parent, field, index, node)
-    return [*dict.fromkeys(found)]
+def of(module: str, number: int) -> Mutant:
+    """Return the mutant of that number; some are equal to others, or to what was changed."""
+    found = source(module)
+    return Mutant(module, number, found.changes[number][0], found.before, found.after(number))
 
 
-def _places(tree: ast.AST) -> Iterator[tuple[ast.AST, str, int | None, ast.AST]]:
-    """Yield every node inside of a function, with where it hangs; annotations aside."""
+def _places(tree: ast.AST) -> Iterator[tuple[str, ast.AST, str, int | None, ast.AST]]:
+    """Yield every node inside of a function: that, and where the node hangs; annotations aside."""
     for function in ast.walk(tree):
         if not isinstance(function, ast.FunctionDef):
             continue
+        name = f"{function.name} {function.lineno}"
         for parent in (child for stmt in function.body for child in ast.walk(stmt)):
             if isinstance(parent, ast.FunctionDef | ast.arguments | ast.JoinedStr | ast.Raise):
                 continue
@@ -148,9 +178,10 @@ def _places(tree: ast.AST) -> Iterator[tuple[ast.AST, str, int | None, ast.AST]]
                 children = value if isinstance(value, list) else [value]
                 for index, child in enumerate(children):
                     if isinstance(child, ast.AST) and field != "annotation":
-                        yield parent, field, index if isinstance(value, list) else None, child
+                        at = index if isinstance(value, list) else None
+                        yield name, parent, field, at, child
         for index, stmt in enumerate(function.body):
-            yield function, "body", index, stmt
+            yield name, function, "body", index, stmt
 
 
 def _put(parent: ast.AST, field: str, index: int | None, node: ast.AST) -> None:
@@ -167,10 +198,10 @@ def find(words: str) -> Impostor:
         ValueError: There is no such mutant.
     """
     module, _, number = words.removeprefix(PREFIX).rpartition(".")
-    every = of(module)
-    if not number.isdecimal() or int(number) >= len(every):
-        raise ValueError(f"expected a number below {len(every)} after {module}, got {number!r}")
-    source = Path(str(find_spec(module).origin)).read_text(encoding="utf-8")  # type: ignore[union-attr]  # `of` found it
-    code = type("Mutant", (Patched,), {"module": module, "find": source})
-    code.replace = every[int(number)].after  # type: ignore[attr-defined]
-    return Impostor(words, every[int(number)].difference(), "a machine", "", ("any",), code=code)
+    count = len(source(module).changes)
+    if not number.isdecimal() or int(number) >= count:
+        raise ValueError(f"expected a number below {count} after {module}, got {number!r}")
+    text = Path(str(find_spec(module).origin)).read_text(encoding="utf-8")  # type: ignore[union-attr]  # `source` found it
+    mutant = of(module, int(number))
+    code = type("Mutant", (Patched,), {"module": module, "find": text, "replace": mutant.after})
+    return Impostor(words, mutant.difference(), "a machine", "", ("any",), code=code)

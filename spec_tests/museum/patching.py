@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import importlib.abc
 import importlib.machinery
+import itertools
 import linecache
 import sys
 from collections.abc import Iterator, Sequence
@@ -84,7 +85,21 @@ def patched(patches: Sequence[tuple[str, str, str]]) -> Iterator[None]:
         raise StalePatchError(f"never imported, so never patched: {', '.join(missed)}")
 
 
+def package_of(module: str, implementation: str) -> str:
+    """Return what has to be imported anew where a module is patched.
+
+    That is the implementation, or of a foreign module the innermost package with a public name.
+    """
+    if module.startswith(f"{implementation}."):
+        return implementation
+    public = itertools.takewhile(lambda part: not part.startswith("_"), module.split("."))
+    return ".".join(public).removesuffix(f".{module.rpartition('.')[2]}")
+
+
 def forget(package: str) -> None:
     """Let `package` be imported anew, so that it can be patched although the zygote has it."""
-    for name in [name for name in sys.modules if name.partition(".")[0] == package]:
-        del sys.modules[name]
+    inside = f"{package}."
+    for name in [name for name in sys.modules if name == package or name.startswith(inside)]:
+        for value in list(vars(sys.modules.pop(name)).values()):
+            if type(value).__name__ == "Library":  # torch's: its operators are registered anew
+                value._destroy()

@@ -27,123 +27,25 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
-import functools
-import math
 import os
 import random
-import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import torch
 
-from spec_tests.museum import CATALOGUE, FORCED_FAILURE, REFERENCE
-from spec_tests.museum.alone import Alone
-from spec_tests.museum.card import Impostor
+from spec_tests.museum import CATALOGUE, FORCED_FAILURE
 from spec_tests.museum.crew import Crew, Job
-from spec_tests.museum.matrix import brought_by, by_id, named_clauses, probe, target_of
-from spec_tests.rig.clause import TELLING_SIZE, Clause
-from spec_tests.rig.judge.runner import CaseResult, run_case
-from spec_tests.rig.outcomes import SILENT, Event, Outcome
-from spec_tests.rig.ranks.world import Worlds
+from spec_tests.museum.matrix import by_id
+from spec_tests.rig.outcomes import Event, Outcome
 from spec_tests.rig.report.causes import causes
 from spec_tests.rig.report.diagnosis import (
     PATH,
-    Signature,
     Signatures,
     family_of,
     load,
     save,
 )
-from spec_tests.rig.report.symptom import symptom
-from spec_tests.rig.target import Target
-
-SIZE = TELLING_SIZE
-"""Most ranks of the panel's worlds; clauses that need more are left out."""
-
-SLOW_S = 1.5
-"""A clause that takes plain code longer is asked only about the near-misses that name it."""
-
-MOST_S = 60.0
-"""A near-miss that hangs everywhere is not asked about more clauses than fit into this."""
-
-
-def panel(chapter: str, brought: set[str]) -> Iterator[tuple[Clause, dict[str, Any]]]:
-    """Yield the cases of a chapter's clauses that a signature is taken on."""
-    for clause in by_id().values():
-        if clause.chapter != chapter or "gloo" not in clause.transports:
-            continue
-        seen = set()
-        size = max((size for size in clause.worlds if size <= SIZE), default=0)
-        for case in clause.cases():
-            subject = case.get("subject")
-            is_brought = not brought or not clause.judges or subject in brought
-            if is_brought and subject not in seen and case["world"] == size:
-                seen.add(subject)
-                yield clause, case
-
-
-def chapter_of(impostor: Impostor) -> str:
-    """The chapter that an impostor belongs to, by its id."""
-    return impostor.id.partition(".")[0]
-
-
-def take(impostor: Impostor, worlds: Worlds) -> tuple[Signature, dict[str, float]]:
-    """Return the signature, and the seconds that the panel's clauses take on plain code.
-
-    What its base fails as well, beyond the level that the base is held to, tells nothing of a
-    near-miss, and is left out.
-    """
-    found: Signature = {}
-    for clause in named_clauses(impostor) if impostor is not REFERENCE else ():
-        if "gloo" in clause.transports:
-            _note(found, clause, probe(clause, impostor, worlds).decisive)
-    where = Alone(impostor, worlds) if impostor.alone else worlds
-    chapter, brought = chapter_of(impostor), brought_by(impostor)
-    usual, usual_s = _of_base(chapter, frozenset(brought))
-    left_out = {*found} | {clause for clause, took in usual_s.items() if took > SLOW_S}
-    others, _ = _judge(target_of(impostor), where, chapter, brought, left_out)
-    return found | {c: s for c, s in others.items() if usual.get(c) != s}, usual_s
-
-
-@functools.cache
-def _of_base(chapter: str, brought: frozenset[str]) -> tuple[Signature, dict[str, float]]:
-    """Of the near-misses' base with nothing overridden; of the reference for patches of it."""
-    bases = [card for card in CATALOGUE.values() if card.is_benign and card.id.endswith("plain")]
-    base = next((card for card in bases if brought and brought_by(card) == brought), REFERENCE)
-    worlds = Worlds()
-    try:
-        where = Alone(base, worlds) if base.alone else worlds
-        return _judge(target_of(base), where, chapter, {*brought}, set(), within_s=math.inf)
-    finally:
-        worlds.close()
-
-
-def _judge(
-    target: Target,
-    worlds: Worlds,
-    chapter: str,
-    brought: set[str],
-    known: set[str],
-    within_s: float = MOST_S,
-) -> tuple[Signature, dict[str, float]]:
-    """Judge the panel but for the clauses that are known."""
-    found: Signature = {}
-    seconds: dict[str, float] = {}
-    begun = time.perf_counter()
-    for clause, case in panel(chapter, brought):
-        if clause.id in known | {*found} or time.perf_counter() - begun > within_s:
-            continue
-        result = run_case(clause, target, case, worlds)
-        seconds[clause.id] = seconds.get(clause.id, 0.0) + result.duration_s
-        _note(found, clause, result)
-    return found, seconds
-
-
-def _note(found: Signature, clause: Clause, result: CaseResult | None) -> None:
-    if result is not None and result.outcome not in {Outcome.PASSED, *SILENT}:
-        found[clause.id] = symptom(str(result.outcome), result.message)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -243,7 +145,7 @@ def _said(
     judged = {clause for name, own in kept.of.items() if name.startswith(chapter) for clause in own}
     events = [_event(clause, failed.get(clause)) for clause in sorted(judged & {*by_id()})]
     found = causes(events, "it", without=without)
-    named = next((cause.families for cause in found if cause.families), ())
+    named = tuple(family for cause in found for family in cause.families)
     return named, all(cause.kind == "raised" for cause in found)
 
 

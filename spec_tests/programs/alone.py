@@ -49,7 +49,7 @@ class Alone:
 
     def __post_init__(self) -> None:
         self.toy = TOYS[self.scene["toy"][0]]
-        self.module = self.toy.build(SEED)
+        self.module = self._begun()
         self.named = list(self.module.named_parameters())
         for number in self.scene["trained"]:
             self.named[number][1].requires_grad_(False)
@@ -57,10 +57,24 @@ class Alone:
         if self.is_replicated:
             self._take_buffers()
 
+    @torch.no_grad()
+    def _begun(self) -> torch.nn.Module:
+        """Return the toy with the weights that it starts from."""
+        seeds = [SEED + r * self.scene["seeds"] for r in self.fault.starts_from(self)]
+        module, *others = map(self.toy.build, seeds)
+        for p, *more in zip(module.parameters(), *(o.parameters() for o in others), strict=True):
+            p.copy_(torch.stack([p, *more]).double().mean(0))
+        return module
+
     @cached_property
+    def group(self) -> tuple[int, ...]:
+        """The ranks of this rank's process group."""
+        return self.scene.peers(self.size, self.rank)
+
+    @property
     def peers(self) -> tuple[int, ...]:
         """The ranks whose gradients are averaged with this rank's."""
-        return self.scene.peers(self.size, self.rank)
+        return self.group if self.fault.heeds_groups else tuple(range(self.size))
 
     @cached_property
     def inner(self) -> list[str]:
@@ -124,14 +138,13 @@ class Alone:
     def _add(
         self,
         losses: Iterable[torch.Tensor],
-        times: int = 1,
         was_local: bool = False,
         of: Container[str] | None = None,
         micro: int | None = None,
     ) -> None:
         trained = {n: p for n, p in self.named if p.requires_grad and (of is None or n in of)}
         micro = self._micros() if micro is None else micro
-        scale = times * len(self.peers) / (self.scene["divisor"] or len(self.peers))
+        scale = len(self.peers) / (self.scene["divisor"] or len(self.peers))
         for rank, loss in zip(self.peers, losses, strict=True):
             found: tuple[torch.Tensor | None, ...] = (None,) * len(trained)
             if loss.requires_grad and trained:
@@ -142,7 +155,7 @@ class Alone:
             scaled = {
                 name: None
                 if (g := by_name.get(name)) is None
-                else self._of_rank(rank, times * len(self.peers) * g)
+                else self._of_rank(rank, len(self.peers) * g)
                 if number in self.scene["ignored"]
                 else scale * g
                 for number, (name, _) in enumerate(self.named)
@@ -156,12 +169,13 @@ class Alone:
     def _micros(self) -> int:
         return 1 + max((s.micro for s in self.shares if not s.was_cleared), default=-1)
 
-    def gradients(self) -> Gradients:
+    def gradients(self, fault: Fault | None = None) -> Gradients:
         """Return the mean over ranks of `size * loss`: the sum of all shares, by their factors."""
-        reader = Reader(self.rank, self.peers, self.replica, self._micros())
+        sizes = (self.size, len(self.group))
+        reader = Reader(self.rank, self.peers, self.replica, self._micros(), *sizes)
         total: Gradients = {name: None for name, _ in self.named}
         for share in self.shares:
-            factor = self.fault.factor(share, reader)
+            factor = (fault or self.fault).factor(share, reader)
             for name, gradient in share.gradient.items() if factor else ():
                 if gradient is not None:
                     before = total[name]
@@ -186,8 +200,13 @@ class Alone:
         return self.gradients()
 
     def twice(self, micro: str) -> Gradients:
-        self._add(self._losses(micro), times=2)
+        losses = self._losses(micro)
+        self._add(losses)
+        self._add(losses)
         return self.gradients()
+
+    def local(self) -> Gradients:
+        return self.gradients(FAULTS["local"] if self.fault.heeds_no_sync else None)
 
     def accumulate(self, micro: str) -> None:
         self._add(self._losses(micro, is_local=True), was_local=True)
@@ -247,7 +266,7 @@ class Alone:
     def evaluate(self, micro: str) -> Named:
         return {"output": self.output(micro, self.rank).detach()}
 
-    infer = evaluate
+    infer = aside = evaluate
 
     def record(self, micro: str) -> Named:
         outputs = self._trained(micro, is_local=False)

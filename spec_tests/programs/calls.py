@@ -8,7 +8,9 @@
     twice N             two backwards of one forward
     accumulate N        forward and backward whose gradients stay on this rank
     locally N           the same of a whole model
+    local               nothing: it shows the sums of this rank that wait for their reduction
     nested N M          the same of two, the first in an inner `no_sync`
+    aside N             an evaluation inside `no_sync`
     leave               an exception ends a `no_sync`
     partly N            the same, reduced over the ranks that share one copy of the weights
     outermost_waits N   the same of the outermost unit alone; the others reduce
@@ -35,10 +37,11 @@
 
 Of a sharded optimizer, whose gradients arrive averaged:
 
-    deal N WHOSE        gradients of step N are given to all parameters, to every second, or to none
+    deal N WHOSE        gradients of step N are given to all, half, one or none of the parameters
     update              the optimizer's step
     closure N DOES      a step with a closure that deals, and sets a rate or raises
     rate FACTOR         the learning rate of the first group is multiplied
+    decay               from now on weights decay by a quarter of the rate
     add_group           two parameters more, in a group of their own
 
 `VERBS` is the whole language: which words a call takes, when a right trainer may make it, and
@@ -185,9 +188,17 @@ VERBS: dict[str, Verb] = {
     "nested": Verb(
         "micro micro", _is_whole, _adds(2, is_open=True), of=REPLICAS, reduces=0, records=True
     ),
+    "local": Verb(
+        "",
+        # After an exception the contract speaks of the next step alone.
+        lambda s: s.is_open and not (s.is_reduced or s.may_refuse),
+        of=REPLICAS,
+        sends=False,
+    ),
     "early": Verb(
         "micro", _is_whole, _adds(1, is_open=True), of=SHARDS, level="production", ends="open"
     ),
+    "aside": Verb("micro", of=REPLICAS, reduces=0, ends="forward"),
     "leave": Verb("", _rests, of=REPLICAS + WHOLE, level="production", refusable=WHOLE),
     "partly": Verb(
         "micro",
@@ -282,6 +293,7 @@ VERBS: dict[str, Verb] = {
     "update": Verb(then=_cleared, of=OPTIMIZER, often=4),
     "closure": Verb("micro does", then=_cleared, of=OPTIMIZER),
     "rate": Verb("factor", of=OPTIMIZER + TRAINERS),
+    "decay": Verb(of=OPTIMIZER),
     "add_group": Verb("", lambda s: not s.has_grown, _becomes(has_grown=True), of=OPTIMIZER),
 }
 """Every call."""
@@ -310,7 +322,7 @@ WORDS: dict[str, dict[str, tuple[tuple[str, ...], str]]] = {
         "assigned": (SHARDS, "correct"),
         "in-parts": (SHARDS, "correct"),
     },
-    "whose": dict.fromkeys(("all", "half", "none"), (OPTIMIZER, "correct")),
+    "whose": dict.fromkeys(("all", "half", "one", "none"), (OPTIMIZER, "correct")),
     "does": dict.fromkeys(("deals", "sets-the-rate", "raises"), (OPTIMIZER, "correct")),
     "factor": dict.fromkeys(("2", "0.5"), (OPTIMIZER + TRAINERS, "correct")),
     "rank": dict.fromkeys(("0", "1"), (EVERY + TRAINERS, "correct")),
@@ -366,7 +378,7 @@ def next_state(state: State, call: Call, scene: Scene, subject: str, size: int) 
     is_there = is_there and not (state.waits and subject in REPLICAS and verb.records)
     # Outside of training steps it is open whether replicas take the first rank's buffers.
     is_there = is_there and not (
-        scene["buffers"] and subject in REPLICAS and name in ("evaluate", "infer", "fails")
+        scene["buffers"] and subject in REPLICAS and name in ("evaluate", "infer", "aside", "fails")
     )
     # Plain gradients that differ between ranks have no norm; narrow ones are rounded.
     is_there = is_there and not (

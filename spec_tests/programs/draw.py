@@ -102,7 +102,7 @@ def _completed(
         known = [
             word
             for word, meant in AXES[axis].items()
-            if LEVELS.index(meant.level) <= LEVELS.index(level)
+            if meant.is_drawn_at(level)
             and (open_toy or Scene.of(" ".join([*row, word])).exists(subject, size))
         ]
         if chance is not None:

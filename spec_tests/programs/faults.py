@@ -7,8 +7,9 @@ computes with older weights: so a wrong world is an entry of `FAULTS`, and needs
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from spec_tests.rig.judge.oracle import Gradients
 
@@ -39,6 +40,8 @@ class Reader:
     peers: tuple[int, ...]
     replica: tuple[int, ...]  # the ranks that share one copy of the weights with it
     micros: int
+    world: int = 1
+    group: int = 1  # number of ranks of its process group
 
     @property
     def size(self) -> int:
@@ -69,6 +72,9 @@ class Fault:
             of before the last update.
         updates: whether a step updates parameter number n.
         notices: whether parameter number n notices that it was frozen or thawed.
+        starts_from: the ranks whose initial weights are averaged; right is the first of the group.
+        heeds_groups: whether a process group keeps to itself.
+        heeds_no_sync: whether gradients wait inside `no_sync`.
         takes_buffers: whether a training forward of replicas takes the first rank's buffers; right
             is where it is not local, which it is inside `no_sync`.
     """
@@ -78,6 +84,9 @@ class Fault:
     is_stale: Callable[[int, bool], bool] = lambda number, is_outermost: False
     updates: Callable[[int], bool] = lambda number: True
     notices: Callable[[int], bool] = lambda number: True
+    starts_from: Callable[[Any], Sequence[int]] = lambda alone: alone.group[:1]
+    heeds_groups: bool = True
+    heeds_no_sync: bool = True
     takes_buffers: Callable[[bool], bool] = lambda is_local: not is_local
 
 
@@ -85,17 +94,30 @@ RIGHT = Fault("")
 FAULTS: dict[str, Fault] = {
     "summed": Fault("summed over ranks and not averaged", _of_live(lambda s, r: r.size)),
     "local": Fault(
-        "the rank's own gradient: it was never reduced",
+        "the rank's own local gradient: it was never reduced",
         _of_live(lambda s, r: r.size * (s.rank == r.rank)),
     ),
     "divided-twice": Fault(
         "divided by the number of ranks twice", _of_live(lambda s, r: 1 / r.size)
     ),
+    "divided-by-world": Fault(
+        "divided by the size of the world in place of the group",
+        _of_live(lambda s, r: r.group / r.world),
+    ),
+    "over-world": Fault(
+        "the mean over every rank of the world: the group was left aside",
+        _of_live(lambda s, r: r.group / r.size),
+        heeds_groups=False,
+    ),
+    "mean-and-local": Fault(
+        "the mean was added to the rank's own gradient, which it should replace",
+        _of_live(lambda s, r: 1 + r.size * (s.rank == r.rank)),
+    ),
     "divided-by-micro-batches": Fault(
         "divided by the number of micro-batches", _of_live(lambda s, r: 1 / max(1, r.micros))
     ),
     "last-alone": Fault(
-        "the last micro-batch alone: earlier ones were lost",
+        "the last micro-batch alone: the earlier ones were lost",
         _of_live(lambda s, r: s.micro == r.micros - 1),
     ),
     "all-but-the-last": Fault(
@@ -106,12 +128,39 @@ FAULTS: dict[str, Fault] = {
         _of_live(lambda s, r: not s.was_local),
     ),
     "local-stays": Fault(
-        "the last micro-batch was reduced, earlier ones stayed local",
+        "the last micro-batch was reduced, the earlier ones stayed local",
         _of_live(lambda s, r: r.size * (s.rank == r.rank) if s.was_local else 1),
     ),
     "reduced-again": Fault(
         "earlier micro-batches were reduced again with the last one",
         _of_live(lambda s, r: 1 if s.micro == r.micros - 1 else r.size),
+    ),
+    "last-stays": Fault(
+        "one was reduced, and one stayed local",
+        _of_live(lambda s, r: 1 if s.micro < r.micros - 1 else r.size * (s.rank == r.rank)),
+    ),
+    "last-divided-twice": Fault(
+        "the last micro-batch was divided by the number of ranks twice",
+        _of_live(lambda s, r: 1 if s.micro < r.micros - 1 else 1 / r.size),
+    ),
+    "reduced-in-no-sync": Fault(
+        "no_sync is ignored, or read too late: the reduction was already armed in forward",
+        heeds_no_sync=False,
+    ),
+    "own-start": Fault(
+        "the rank kept its own weights: nothing was broadcast at construction",
+        starts_from=lambda alone: (alone.rank,),
+    ),
+    "mean-start": Fault(
+        "the ranks' weights were averaged, so the first rank's own were lost",
+        starts_from=lambda alone: alone.group,
+    ),
+    "last-start": Fault(
+        "the last rank's weights were taken", starts_from=lambda alone: alone.group[-1:]
+    ),
+    "start-of-another-group": Fault(
+        "rank 0 of the world was taken, which is in another group",
+        starts_from=lambda alone: (0,),
     ),
     "one-replica": Fault(
         "averaged over the ranks that share one copy of the weights, and not over the copies",
@@ -140,7 +189,7 @@ FAULTS: dict[str, Fault] = {
         "a parameter that was frozen or thawed goes on as before", notices=lambda number: False
     ),
     "own-buffers": Fault(
-        "computed with the rank's own buffers, not the first rank's",
+        "the rank's own buffers: nothing is broadcast before a training forward",
         takes_buffers=lambda is_local: False,
     ),
     "buffers-in-no-sync": Fault(

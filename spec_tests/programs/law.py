@@ -8,8 +8,9 @@ A situation is a scene and a program in one line: what a clause says, what a fai
 
 from __future__ import annotations
 
+import itertools
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -28,10 +29,23 @@ from spec_tests.programs.ways import WAYS
 from spec_tests.rig import judge
 from spec_tests.rig.judge.oracle import Gradients, once, parameters, zeros_for_none
 from spec_tests.rig.judge.symptoms import Hint
-from spec_tests.rig.judge.tolerance import rounding
+from spec_tests.rig.judge.tolerance import Tolerance, exact, rounding
 from spec_tests.rig.ranks.rank import Context
 from spec_tests.rig.ranks.world import World
 
+LOOKS = ("sent", "afterwards", "form")
+"""The observers, see `look`."""
+RATIOS = ("summed", "divided-twice")
+"""Faults that are known by the ratio of what is seen to what is right."""
+EXACT = ("sgd", "momentum", "counts-steps", "counts-later")
+"""Optimizers whose factors are powers of two: each operation is the same, however it is divided."""
+SHOWS = (
+    dict.fromkeys(("evaluate", "infer", "aside", "record"), "output of one process")
+    | dict.fromkeys(("step", "step_one", "load", "unshard"), "weight of one process")
+    | dict.fromkeys(("local", "directly"), "local sum of gradients")
+    | {"clip": "norm and clipped gradient of one process"}
+)
+"""What a call shows; all others show the mean gradient."""
 ORDINARY = {"sharded_optimizer": "even: deal 0 all, update"} | dict.fromkeys(
     TRAINERS, "even: train 0, train 1"
 )
@@ -53,7 +67,7 @@ def written(scene: Scene, program: Program) -> str:
 
 
 def follow(
-    ctx: Context, subject: str, situation: str, looks: bool = False, folder: str = ""
+    ctx: Context, subject: str, situation: str, looks: Collection[str] = (), folder: str = ""
 ) -> Any:
     """Return what each call shows, and what observers see (rank body).
 
@@ -66,33 +80,43 @@ def follow(
     if subject in OPTIMIZER:
         return {"seen": Divided(ctx, scene).follow(program)}
     rank = WAYS[subject](ctx, subject, scene)
-    before = look.warmed_step(rank) if looks else None  # two steps: the signs are back
+    # Of two steps each: the signs are back.
+    before = look.warmed_step(rank) if "afterwards" in looks else None
     sends = sent.Sent(rank)
-    seen = rank.follow(program, *[sends.watching] * looks)
+    seen = rank.follow(program, *[sends.watching] * ("sent" in looks))
     return {
         "seen": seen,
         "sent": sends.calls,
-        "afterwards": (before, look.warmed_step(rank, seen)) if looks else None,
-        "form": look.form_of(rank) if looks else None,
+        "afterwards": before and (before, look.warmed_step(rank, seen)),
+        "form": look.form_of(rank) if "form" in looks else None,
     }
 
 
-def same_as_alone(world: World, subject: str, situation: str, *, looks: bool = False) -> None:
+def same_as_alone(
+    world: World,
+    subject: str,
+    situation: str,
+    *,
+    looks: bool | Collection[str] = (),
+    given: str = "",
+) -> None:
     """Every rank must see what one process sees, call by call; or refuse what may be refused.
 
     Args:
-        looks: let the observers of `look` judge as well.
+        looks: which of `LOOKS` judge as well; True for all.
+        given: what else is given, for messages.
 
     Raises:
         ValueError: The situation is not legal for this function and number of ranks.
     """
     __tracebackhide__ = True
+    looks = LOOKS if looks is True else looks or ()
     scene, program = read(situation)
     left = after(program, scene, subject, world.size)
     if left is None or not scene.exists(subject, world.size):
         raise ValueError(f"{situation!r} is no situation of {subject} on {world.size} ranks")
     situation = written(scene, program)
-    judge.SITUATION.get().given = situation
+    judge.SITUATION.get().given = ", ".join(filter(None, (situation, given)))
     with tempfile.TemporaryDirectory(prefix="trainspec-") as folder:
         asked = (follow, subject, situation, looks, folder)
         if left.may_refuse or scene.may_be_refused_by(subject):
@@ -110,15 +134,17 @@ def same_as_alone(world: World, subject: str, situation: str, *, looks: bool = F
         judge_updates([rank["seen"] for rank in ranks], situation)
         return
     judge_values(put_together([rank["seen"] for rank in ranks]), subject, situation)
-    if looks:
+    if "sent" in looks:
         sent.judge_calls([rank["sent"] for rank in ranks], subject, scene, program)
         if subject in SHARDS:
             shown.judge_calls([rank["sent"] for rank in ranks], scene, program)
+    if "afterwards" in looks:
         steps = [rank["afterwards"] for rank in ranks]
         look.judge_afterwards(steps, scene["toy"][0], situation)
         frozen = scene.frozen() or frozenset()
         sent.judge_step([after for _, after in steps], subject, scene, frozen)
-    if looks and subject != "fsdp":  # which says nothing about how parameters are represented
+    # A whole model leaves open how parameters are represented.
+    if "form" in looks and subject != "fsdp":
         look.judge_form([rank["form"] for rank in ranks], subject, scene, situation)
 
 
@@ -153,19 +179,34 @@ def judge_values(ranks: Sequence[Any], subject: str, situation: str) -> None:
         return {name: None if t is None else t.double() for name, t in known.items()}
 
     within = None
-    if subject != "fully_shard" and size & (size - 1):
+    is_odd = size & (size - 1)
+    if subject != "fully_shard" and is_odd and _reduces_again(program, scene, subject, size):
         # A mean that is reduced again with what was added to it is divided by three once more, and
         # may cancel what is larger than itself. A fault is a third of an integer at least.
         within = rounding(scene["weights"], terms=16, depth=8 + 4 * len(program))
-    for number, (call, _) in enumerate(world_of()[0]):
+    calls = world_of()[0]
+    gradient = "mean gradient" + " of its group" * bool(scene["group"])
+    for number, (call, _) in enumerate(calls):
+        place = f" at call {number + 1}, {call}" if calls[1:] else ""
         judge.tensors(
             [comparable(rank[number][1]) for rank in ranks],
             at(number),
             within=CLIPPED if call.startswith("clip") else within,
-            quantity=f"value of one process at call {number + 1}, {call}",
-            hints=[Hint(fault.means, partial(at, number, name)) for name, fault in FAULTS.items()],
-            given=situation,
+            quantity=SHOWS.get(call.split()[0], gradient) + place,
+            hints=[
+                Hint(fault.means, partial(at, number, name))
+                for name, fault in FAULTS.items()
+                if name not in RATIOS
+            ],
+            given=judge.SITUATION.get().given or situation,
         )
+
+
+def _reduces_again(program: Program, scene: Scene, subject: str, size: int) -> bool:
+    """Return whether a mean may be reduced once more, with what was added to it."""
+    states = [after(program[:number], scene, subject, size) for number in range(len(program) + 1)]
+    added = ((a, b.shares - a.shares) for a, b in itertools.pairwise(states) if a and b)
+    return any(more > 1 or (more and a.is_reduced) for a, more in added)
 
 
 def judge_updates(ranks: Sequence[Any], situation: str) -> None:
@@ -176,18 +217,31 @@ def judge_updates(ranks: Sequence[Any], situation: str) -> None:
     never = once(("never", situation), lambda: Stepped(scene).weights())
     before = never
     for number, (call, weights) in enumerate(alone):
-        judge.tensors(
-            [rank[number][1] for rank in ranks],
-            weights,
-            within=rounding(scene["weights"], terms=8, depth=len(program)),
-            quantity=f"weight of the plain optimizer at call {number + 1}, {call}",
-            hints=[
-                Hint("the weight before this call: nobody updated it, or it never arrived", before),
-                Hint("the initial weight: it was never updated", never),
-            ],
-            given=situation,
-        )
+        for dtype in dict.fromkeys(value.dtype for value in weights.values()):
+            names = [name for name, value in weights.items() if value.dtype == dtype]
+            judge.tensors(
+                [{name: rank[number][1][name] for name in names} for rank in ranks],
+                {name: weights[name] for name in names},
+                within=within_steps(scene, dtype, len(program)),
+                quantity=f"weight of the plain optimizer at call {number + 1}, {call}",
+                hints=[
+                    Hint(
+                        "the weight before this call: nobody updated it, or it never arrived",
+                        before,
+                    ),
+                    Hint("the initial weight: it was never updated", never),
+                ],
+                given=judge.SITUATION.get().given or situation,
+            )
         before = weights
+
+
+def within_steps(scene: Scene, dtype: torch.dtype, depth: int) -> Tolerance:
+    """Return how far weights may be from the plain optimizer's after so many calls."""
+    if scene.word("moments") in EXACT:
+        return exact()
+    # A vector loop and the rest after it may round differently, and who divides moves the rest.
+    return rounding(dtype, terms=8, depth=depth)
 
 
 def situations(lines: Mapping[str, str]) -> Any:

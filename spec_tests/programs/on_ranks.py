@@ -72,8 +72,9 @@ class OnRank:
         if scene.word("entrance") == "compiled-whole":
             self.called = torch.compile(self.wrapped, backend="aot_eager")
         self.hold()
-        self.wrapped.train(scene["mode"])
-        self.module.train(scene["mode"])
+        for part in (self.wrapped, self.module):
+            if isinstance(part, nn.Module):  # courses' wrappers are none
+                part.train(scene["mode"])
         self.buffers = {name: value.clone() for name, value in self.module.named_buffers()}
         self.losses: Any = None
         self.records = False
@@ -241,6 +242,9 @@ class OnRank:
 
     locally = accumulate
 
+    def local(self) -> Gradients:
+        return self.gradients()
+
     def nested(self, one: str, other: str) -> None:
         with self.quietly():
             with self.quietly():
@@ -287,6 +291,10 @@ class OnRank:
         found = self.output(micro)
         self.records = found.requires_grad
         return {"output": exact(found)}
+
+    def aside(self, micro: str) -> Named:
+        with self.quietly():
+            return self.evaluate(micro)
 
     def infer(self, micro: str) -> Named:
         with torch.inference_mode():

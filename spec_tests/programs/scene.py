@@ -17,32 +17,11 @@ from typing import Any
 
 import torch
 
+from spec_tests.programs.optimizers import FUSED, SGD, AsIs, Counting, dealt, with_options
 from spec_tests.rig.outcomes import LEVELS
 from spec_tests.rig.toys import TOYS
 
-SGD = partial(torch.optim.SGD, lr=1.0)
-# The step of SGD: without moments, beside an eps that no gradient reaches. DTensors take no fused
-# SGD.
-FUSED = partial(torch.optim.Adam, lr=2.0**100, betas=(0.0, 0.0), eps=2.0**100, fused=True)
 HALF, BRAIN, FLOAT, DOUBLE = torch.float16, torch.bfloat16, torch.float32, torch.float64
-
-
-class Counting(torch.optim.Optimizer):
-    """An optimizer that counts its steps in its groups, and halves every second one."""
-
-    def __init__(self, params: Any, lr: float) -> None:
-        super().__init__(params, {"lr": lr, "steps": 0})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:  # noqa: D102 - as in the base
-        loss = None if closure is None else closure()
-        for group in self.param_groups:
-            rate = group["lr"] / (1 + group["steps"] % 2)
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.add_(p.grad, alpha=-rate)
-            group["steps"] += 1
-        return loss
 
 
 @dataclass(frozen=True)
@@ -55,6 +34,8 @@ class Word:
         sizes: world sizes at which it exists; all if empty.
         toys: toys with which it goes; all if empty.
         refusable: functions that may refuse it with an error.
+        of: functions that have it; all that have its axis if empty.
+        is_drawn: whether the generator has it, and not clauses alone.
     """
 
     value: Any = None
@@ -62,6 +43,12 @@ class Word:
     sizes: tuple[int, ...] = ()
     toys: tuple[str, ...] = ()
     refusable: tuple[str, ...] = ()
+    of: tuple[str, ...] = ()
+    is_drawn: bool = True
+
+    def is_drawn_at(self, level: str) -> bool:
+        """Return whether the generator has it at this level."""
+        return self.is_drawn and LEVELS.index(self.level) <= LEVELS.index(level)
 
 
 def toy(name: str, use: Sequence[str] = (), *, by_rank: bool = False, **word: Any) -> Word:
@@ -75,8 +62,8 @@ WHOLE = ("fsdp",)
 OPTIMIZER = ("sharded_optimizer",)
 TRAINERS = ("build_trainer", "build_zero1_trainer", "build_fsdp_trainer")
 NARROW = ("narrow",)
-TWO_DTYPES = "two-dtypes"
-STEPPED = ("stack", "even", "mlp", "ragged", "tied", "conv", "strided")
+TWO_DTYPES, MIXED = "two-dtypes", "mixed"
+STEPPED = ("stack", "even", "mlp", "ragged", "tied", "conv", "strided", "gapped", TWO_DTYPES, MIXED)
 ALL_USED = ("stack", "even", "mlp", "ragged", "conv", "strided", "narrow")
 WITH_BUFFERS = ("stack", "even", "mlp", "tied", "conv", "strided", "unused")
 COMPILED = ("even",)  # a compiler takes its time
@@ -91,7 +78,7 @@ AXES: Mapping[str, Mapping[str, Word]] = {
         "even": toy("even"),
         "mlp": toy("mlp", refusable=WHOLE),
         "ragged": toy("ragged", refusable=WHOLE),
-        "tied": toy("tied", refusable=WHOLE + SHARDS, sizes=(2, 3)),
+        "tied": toy("tied", refusable=WHOLE + SHARDS),
         "reused": toy("reused", refusable=WHOLE, sizes=(2, 3)),
         "reordered": toy("reordered", refusable=WHOLE, sizes=(2, 3)),
         "branches": toy("branches", refusable=WHOLE),
@@ -103,13 +90,30 @@ AXES: Mapping[str, Mapping[str, Word]] = {
             level="production",
             refusable=REPLICAS + WHOLE + SHARDS,
         ),
+        # Ranks use branches in other orders, or other branches.
+        "branches-in-any-order": toy(
+            "branches", ("abc", "cab", "bca", "acb"), by_rank=True, of=REPLICAS, is_drawn=False
+        ),
+        "branches-apart": toy(
+            "branches",
+            ("b", "c", "a"),
+            by_rank=True,
+            refusable=REPLICAS,
+            of=REPLICAS,
+            is_drawn=False,
+        ),
         "unused": toy("unused", refusable=REPLICAS + WHOLE + SHARDS),
         "conv": toy("conv", refusable=WHOLE + SHARDS + TRAINERS),
         "strided": toy("strided", refusable=WHOLE + SHARDS + TRAINERS),
         "narrow": toy("narrow", refusable=WHOLE),
         # Of float32 and float64 in one unit; large numbers, which float32 would round.
-        TWO_DTYPES: toy("double", refusable=WHOLE + SHARDS),
+        TWO_DTYPES: toy("double", refusable=WHOLE + SHARDS + OPTIMIZER),
+        MIXED: toy("mixed", of=REPLICAS + OPTIMIZER, refusable=OPTIMIZER),
+        "shifted": toy("shifted", of=REPLICAS),
+        "gapped": toy("gapped", level="production", of=REPLICAS + OPTIMIZER),
     },
+    # Replicas start from the first rank's weights, whatever the others have.
+    "seeds": {"one-seed": Word(0), "seed-by-rank": Word(1)},
     # Listed: every two children are one unit.
     "units": dict.fromkeys(("children", "layers", "nested", "root"), Word())
     | {"listed": Word(level="production", toys=ALL_USED)},
@@ -209,11 +213,21 @@ AXES: Mapping[str, Mapping[str, Word]] = {
         "adamw": Word((torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.5})),
         "adagrad": Word((torch.optim.Adagrad, {"lr": 0.5}), refusable=OPTIMIZER),
         "counts-steps": Word((Counting, {"lr": 2.0**-6}), refusable=OPTIMIZER),
+        "counts-later": Word(
+            (Counting, {"lr": 2.0**-6, "begins": False}), refusable=OPTIMIZER, is_drawn=False
+        ),
+        "adafactor": Word(
+            (torch.optim.Adafactor, {"lr": 0.5}), refusable=OPTIMIZER, is_drawn=False
+        ),
+        "as-is": Word((AsIs, {"lr": 2.0**-6}), is_drawn=False),
     },
     "groups": {
-        "one-group": Word(1),
-        "two-groups": Word(2),
-        "group-each": Word(64),
+        "one-group": Word(lambda held: [{"params": held}]),
+        "two-groups": Word(partial(dealt, number=2)),
+        "group-each": Word(partial(dealt, number=64)),
+        "own-options": Word(with_options),
+        "one-rate": Word(lambda held: [{"params": held, "lr": 0.5}], is_drawn=False),
+        "first-two": Word(lambda held: [{"params": held[:2]}], is_drawn=False),
     },
     # Of a step of a trainer, whose gradient's norm may be bounded.
     "micro-batches": {"of-one": Word(1), "of-two": Word(2), "of-three": Word(3)},
@@ -222,6 +236,7 @@ AXES: Mapping[str, Mapping[str, Word]] = {
         "small": Word(32 * 4 / 2**20),
         "tiny": Word(4 / 2**20),
         "one": Word(1.0),
+        "of-a-branch": Word(15 * 4 / 2**20),  # two branches have equal sizes, and can be mixed up
     },
 }
 """The language of scenes: words by axis. The first word of an axis is the ordinary one."""
@@ -232,8 +247,8 @@ if len(AXIS_OF) != sum(map(len, AXES.values())):
 
 _COMMON = ("toy", "trained", "output", "mode", "optimizer")
 AXES_OF: Mapping[str, tuple[str, ...]] = {
-    "ddp": (*_COMMON, "entrance", "weights", "group", "buffers"),
-    "ddp_bucketed": (*_COMMON, "entrance", "weights", "group", "buffers", "bucket"),
+    "ddp": (*_COMMON, "entrance", "weights", "group", "buffers", "seeds"),
+    "ddp_bucketed": (*_COMMON, "entrance", "weights", "group", "buffers", "seeds", "bucket"),
     "fsdp": (*_COMMON, "entrance"),
     "fully_shard": (
         *("toy", "units", "mesh", "reshard", "precision", "optimizer", "trained", "output"),
@@ -291,7 +306,7 @@ class Scene:
     @property
     def weights(self) -> torch.dtype | None:
         """The dtype that the toy's parameters are cast to; None where they keep their own."""
-        return None if self.word("toy") == TWO_DTYPES else self["weights"]
+        return None if self.word("toy") in (TWO_DTYPES, MIXED) else self["weights"]
 
     @property
     def is_held(self) -> bool:
@@ -323,6 +338,10 @@ class Scene:
     def exists(self, subject: str, size: int) -> bool:
         """Return whether so many ranks can build it, and its words go together."""
         axes = {AXIS_OF[word] for word in str(self).split()}
+        if subject == "ddp":  # which takes no size of a bucket: the word says nothing there
+            axes.discard("bucket")
+        if any(subject not in (word.of or (subject,)) for word in self.said()):
+            return False
         if subject in OPTIMIZER + TRAINERS and not self._is_stepped():
             return False
         if subject in TRAINERS and not self._is_trained():
@@ -362,7 +381,8 @@ class Scene:
     def _is_trained(self) -> bool:
         """Whether an update follows its gradient smoothly, so that rounding stays rounding."""
         smooth = self.word("moments") in ("sgd", "momentum", "adamw")
-        return smooth and self.word("groups") != "group-each"
+        grouped = self.word("groups") in ("one-group", "two-groups")
+        return smooth and grouped and self.word("toy") != TWO_DTYPES
 
     def _goes_together(self) -> bool:
         if self.frozen() is None:
@@ -407,9 +427,7 @@ class Scene:
 def pairs(subject: str, size: int, level: str) -> dict[frozenset[str], None]:
     """Return every two words of two axes of a function that can meet, in a stable order."""
     words = {
-        axis: [
-            w for w, word in AXES[axis].items() if LEVELS.index(word.level) <= LEVELS.index(level)
-        ]
+        axis: [word for word, meant in AXES[axis].items() if meant.is_drawn_at(level)]
         for axis in AXES_OF[subject]
     }
     found: dict[frozenset[str], None] = {}

@@ -28,15 +28,15 @@ class Stepped:
 
     def __init__(self, scene: Scene) -> None:
         self.scene = scene
-        module = TOYS[scene["toy"][0]].build(SEED).to(scene["weights"])
+        module = TOYS[scene["toy"][0]].build(SEED).to(scene.weights)
         self.parameters = dict(module.named_parameters())
         held = list(self.parameters.values())
         for number in scene["trained"]:
             held[number].requires_grad_(False)
-        number = min(scene["groups"], len(held))
-        groups = [{"params": held[n::number]} for n in range(number)]
         kind, options = scene["moments"]
-        self.optimizer = self.made(groups if number > 1 else held, kind, **options)
+        groups = scene["groups"](held)
+        is_bare = len(groups) == 1 and [*groups[0]] == ["params"]
+        self.optimizer = self.made(groups[0]["params"] if is_bare else groups, kind, **options)
         self.saved: Any = None
 
     def made(self, groups: Any, kind: type[torch.optim.Optimizer], **options: Any) -> Any:
@@ -63,8 +63,8 @@ class Stepped:
     def deal(self, micro: str, whose: str) -> None:
         for index, parameter in enumerate(self.parameters.values()):
             parameter.grad = None
-            is_given = whose == "all" or (whose == "half" and index % 2 == 1)
-            if parameter.requires_grad and is_given:
+            is_given = {"all": True, "half": index % 2 == 1, "one": index == 0, "none": False}
+            if parameter.requires_grad and is_given[whose]:
                 generator = torch.Generator().manual_seed(1000 * int(micro) + index)
                 values = integers(parameter, 3, generator)
                 parameter.grad = torch.empty_like(parameter, requires_grad=False).copy_(values)
@@ -87,13 +87,17 @@ class Stepped:
     def rate(self, factor: str) -> None:
         self.optimizer.param_groups[0]["lr"] *= float(factor)
 
+    def decay(self) -> None:
+        for group in self.optimizer.param_groups:
+            group["weight_decay"] = 0.25
+
     def add_group(self) -> None:
         more = [nn.Parameter(torch.full((n, 3), 2.0, dtype=self.scene["weights"])) for n in (2, 5)]
         self.parameters |= {f"more.{n}": parameter for n, parameter in enumerate(more)}
         self.optimizer.add_param_group({"params": more, "lr": 2.0**-5})
 
     def zero_grad(self, how: str) -> None:
-        self.optimizer.zero_grad(set_to_none=how == "none")
+        self.optimizer.zero_grad(**({} if how == "none" else {"set_to_none": False}))
 
     @torch.no_grad()
     def write(self, where: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from spec_tests.programs.alone import shape_of
+from spec_tests.programs.alone import SEED, shape_of
 from spec_tests.programs.on_ranks import OnRank, copy_of
 from spec_tests.programs.pieces import exact
 from spec_tests.programs.units import having, lists_of, parameters_of_units
@@ -19,6 +19,10 @@ from spec_tests.rig.judge.oracle import Gradients, Named
 
 class Replicas(OnRank):
     """`ddp` and `ddp_bucketed`: gradients are read from the Parameters of before wrapping."""
+
+    def _built(self) -> nn.Module:
+        seed = SEED + self.ctx.rank * self.scene["seeds"]
+        return self.toy.build(seed).to(self.ctx.device, self.scene.weights)
 
     def wrap(self) -> Any:
         self.plain = list(self.module.parameters())

@@ -22,6 +22,7 @@ file of its name in spec_tests/impls.
 
 from __future__ import annotations
 
+import dataclasses
 import dis
 import importlib
 import importlib.util
@@ -122,6 +123,10 @@ class Target:
         return beside.with_suffix(".toml")
 
 
+_MUTANTS = {"torch": "mutant.torch.", "plain": "mutant.spec_tests.plain."}
+"""How near-misses begin that are made of other implementations than the reference."""
+
+
 def parse(spec: str) -> Target:
     """Turn what `--impl` was given into a Target.
 
@@ -129,7 +134,9 @@ def parse(spec: str) -> Target:
         ValueError: if it names no file, no known implementation and no importable module.
     """
     if spec.startswith("impostor:"):
-        return Target(spec, "solution", _solution_folder(), spec.removeprefix("impostor:"))
+        words = spec.removeprefix("impostor:")
+        of = next((n for n, begin in _MUTANTS.items() if words.startswith(begin)), "solution")
+        return dataclasses.replace(parse(of), name=spec, impostor=words)
     if spec == "solution":
         return Target(spec, "solution", _solution_folder())
     if spec.replace(":", "_") in LEAGUE:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -12,10 +10,8 @@ from torch.distributed import ProcessGroup
 
 from spec_tests.programs.laws import refusal, wrapped
 from spec_tests.programs.laws.wrapped import SEED as SEED  # the chapter takes it from here
-from spec_tests.rig.judge.oracle import Gradients, gradients_of
+from spec_tests.rig.judge.oracle import Gradients
 from spec_tests.rig.ranks.rank import Context
-from spec_tests.rig.ranks.world import World
-from spec_tests.rig.toys import sum_of_squares
 
 DDP = ("ddp", "ddp_bucketed")
 # Small enough that every toy needs several buckets: 32 float32 elements.
@@ -39,10 +35,7 @@ def wrap(
 
 
 class Replica(wrapped.WrappedToy):
-    """A toy, wrapped, whose gradients are read from the Parameter objects of *before* wrapping.
-
-    Every rank builds the toy with the seed `seed + weights_differ * rank`.
-    """
+    """A toy, wrapped, whose gradients are read from the Parameter objects of *before* wrapping."""
 
     def __init__(
         self,
@@ -51,11 +44,10 @@ class Replica(wrapped.WrappedToy):
         toy: str,
         seed: int = SEED,
         *,
-        weights_differ: bool = False,
         dtype: torch.dtype | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(ctx, toy, seed, seed + weights_differ * ctx.rank, dtype)
+        super().__init__(ctx, toy, seed, seed, dtype)
         self.parameters = dict(self.module.named_parameters())
         # Built before wrapping, over the original objects, as users do.
         self.optimizer = torch.optim.SGD(self.parameters.values(), lr=2.0**-16)
@@ -67,18 +59,12 @@ class Replica(wrapped.WrappedToy):
 
     def accumulate(self, micro: int = 0, **flags: Any) -> None:
         """Forward and backward of a micro-batch inside no_sync."""
-        with self.no_sync():
+        with self.ctx.impl.no_sync(self.wrapped):
             self.loss(micro, **flags).backward()
 
     def finish(self) -> None:
         """End the synchronisation of a backward pass."""
         self.ctx.impl.finish_gradient_synchronization(self.wrapped)
-
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """The implementation's own context manager."""
-        with self.ctx.impl.no_sync(self.wrapped):
-            yield
 
     def gradients(self) -> Gradients:
         """`.grad` of the original Parameter objects, by name."""
@@ -90,14 +76,6 @@ class Replica(wrapped.WrappedToy):
     def weights(self) -> dict[str, torch.Tensor]:
         """Values of the original Parameter objects, by name."""
         return {name: p.detach().clone() for name, p in self.parameters.items()}
-
-    def local_gradients(self, micros: tuple[int, ...] = (0,), **flags: Any) -> Gradients:
-        """What this rank alone would accumulate, computed on a bare copy of the toy."""
-        bare = self.toy.build(self.seed).to(self.ctx.device)
-        for micro in micros:
-            loss = sum_of_squares(bare(self.batch(micro), **flags))
-            (self.ctx.world_size * loss).backward()
-        return gradients_of(bare)
 
 
 def gradients_after(ctx, subject, toy, seed, calls, **options):
@@ -114,16 +92,3 @@ def two_steps_beside_unused(ctx, subject, **options):
         loss.backward()
         replica.finish()
     return replica.gradients(), late["error"]
-
-
-def mean_gradients(
-    world: World, subject: str, toy: str, calls: str, *, ordinary: str = "backward 0", **law: Any
-) -> None:
-    """After the calls all ranks hold the mean gradient, or refused; see `laws.wrapped`.
-
-    Args:
-        ordinary: calls on toy 'mlp' that no implementation may refuse.
-    """
-    __tracebackhide__ = True
-    usual = (gradients_after, subject, "mlp", SEED, ordinary)
-    wrapped.gradients(world, gradients_after, subject, toy, calls, ordinary=usual, **law)

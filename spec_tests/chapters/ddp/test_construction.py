@@ -8,27 +8,16 @@ weights are not. The loss falls all the same. See Li et al. 2020, "PyTorch Distr
 from __future__ import annotations
 
 import pytest
-import torch
 
 from spec_tests.chapters.ddp.replica import Replica
+from spec_tests.programs.law import same_as_alone, situations
 from spec_tests.rig import judge
 from spec_tests.rig.clause import clauses
 from spec_tests.rig.judge import oracle
 from spec_tests.rig.judge.symptoms import Hint
-from spec_tests.rig.judge.tolerance import rounding
 
 clause = clauses(judges=("ddp", "ddp_bucketed"), level="correct")
 PAPER = "Li et al. 2020, section 3.1; DistributedDataParallel, constructor"
-
-
-def construct(ctx, subject, toy, seed):
-    """Weights, buffers and their places before and after wrapping, with another seed per rank."""
-    replica = Replica(ctx, subject, toy, seed, weights_differ=True)
-    return {
-        "weights": replica.weights(),
-        "buffers": {name: b.clone() for name, b in replica.module.named_buffers()},
-        "requires_grad": {name: p.requires_grad for name, p in replica.parameters.items()},
-    }
 
 
 @clause(
@@ -37,26 +26,32 @@ def construct(ctx, subject, toy, seed):
     source="contract: first-weights; " + PAPER,
     worlds=(2, 3, 4),
 )
-@pytest.mark.parametrize("toy", ["mlp", "frozen", "tied"])
-def test_every_rank_starts_from_the_first_ranks_parameters(world, subject, toy):
+@situations(
+    {
+        "mlp": "mlp seed-by-rank: step",
+        "frozen": "mlp not-the-ends seed-by-rank: step",
+        "tied": "tied seed-by-rank: step",
+    }
+)
+def test_every_rank_starts_from_the_first_ranks_parameters(world, subject, situation):
     """After construction every rank MUST hold the first rank's parameters, frozen ones too.
 
     Ranks are seeded differently on purpose: seeding all alike would hide a missing broadcast.
     """
-    judged(world, subject, toy)
+    same_as_alone(world, subject, situation)
 
 
 @clause(
     "ddp.construction.parameters-of-any-layout",
     source="contract: any-layout, first-weights; " + PAPER,
 )
-@pytest.mark.parametrize("toy", ["strided", "mixed"])
-def test_parameters_of_any_layout_start_from_the_first_ranks(world, subject, toy):
+@situations({toy: f"{toy} seed-by-rank: step" for toy in ("strided", "mixed")})
+def test_parameters_of_any_layout_start_from_the_first_ranks(world, subject, situation):
     """After construction parameters of any dtype and memory layout MUST be the first rank's.
 
     A collective takes contiguous tensors: what is made contiguous for it is a copy.
     """
-    judged(world, subject, toy)
+    same_as_alone(world, subject, situation)
 
 
 @clause(
@@ -71,27 +66,13 @@ def test_parts_of_larger_tensors_start_from_the_first_ranks(world, subject):
 
     A broadcast of the parameter itself sends what lies between its rows, and not the last rows.
     """
-    judged(world, subject, "gapped")
+    same_as_alone(world, subject, "gapped seed-by-rank: step")
 
 
-def judged(world, subject, toy):
-    """Every rank holds what the first one had."""
-    __tracebackhide__ = True
-    ranks = world.run(construct, subject, toy, 7)
-
-    own = [oracle.parameters(toy, 7 + rank) for rank in range(world.size)]
-    mean = {name: sum(rank[name] for rank in own) / world.size for name in own[0]}
-    judge.tensors(
-        [rank["weights"] for rank in ranks],
-        own[0],
-        quantity="first rank's parameter",
-        hints=[
-            Hint("the rank kept its own weights: nothing was broadcast at construction", own),
-            Hint("the ranks' weights were averaged, so the first rank's own were lost", mean),
-            Hint("the last rank's weights were taken", own[-1]),
-        ],
-        given=f"toy {toy!r}, seed 7 + rank",
-    )
+def buffers(ctx, subject, toy, seed):
+    """Buffers after wrapping, with another seed per rank."""
+    replica = Replica(ctx, subject, toy, seed + ctx.rank)
+    return {name: b.clone() for name, b in replica.module.named_buffers()}
 
 
 @clause(
@@ -105,12 +86,12 @@ def test_every_rank_starts_from_the_first_ranks_buffers(world, subject, toy):
 
     Running statistics that differ between ranks make evaluation depend on the rank that does it.
     """
-    ranks = world.run(construct, subject, toy, 7)
+    ranks = world.run(buffers, subject, toy, 7)
 
     own = [oracle.buffers(toy, 7 + rank) for rank in range(world.size)]
     why = "; with persistent=False it is not in state_dict()" if toy == "transient" else ""
     judge.tensors(
-        [rank["buffers"] for rank in ranks],
+        ranks,
         own[0],
         quantity="first rank's buffer",
         hints=[Hint(f"the rank kept its own buffer: the first rank's was not sent{why}", own)],
@@ -118,20 +99,19 @@ def test_every_rank_starts_from_the_first_ranks_buffers(world, subject, toy):
     )
 
 
+def trained(ctx, subject, toy, seed):
+    """Whether each parameter requires gradients after wrapping."""
+    replica = Replica(ctx, subject, toy, seed)
+    return {name: p.requires_grad for name, p in replica.parameters.items()}
+
+
 @clause("ddp.construction.keeps-requires-grad", source="contract: requires-grad; " + PAPER)
 def test_wrapping_does_not_freeze_or_thaw(world, subject):
     """Wrapping MUST leave requires_grad of every parameter as it was."""
-    ranks = world.run(construct, subject, "frozen", 7)
+    ranks = world.run(trained, subject, "frozen", 7)
 
     expected = {name: not name.startswith("frozen.") for name in oracle.parameters("frozen", 7)}
-    judge.equal([rank["requires_grad"] for rank in ranks], expected, quantity="requires_grad")
-
-
-def forward(ctx, subject, toy, seed):
-    """The wrapped module's output, and the bare one's on the same input."""
-    replica = Replica(ctx, subject, toy, seed)
-    bare = replica.toy.build(seed).to(ctx.device)
-    return {"output": replica.wrapped(replica.batch())}, {"output": bare(replica.batch())}
+    judge.equal(ranks, expected, quantity="requires_grad")
 
 
 @clause(
@@ -139,20 +119,13 @@ def forward(ctx, subject, toy, seed):
     level="course",
     source="contract: called-alike; DistributedDataParallel, forward",
 )
-@pytest.mark.parametrize("toy", ["mlp", "tied", "buffers"])
-def test_the_wrapped_module_computes_what_the_bare_one_does(world, subject, toy):
+@situations(
+    {"mlp": "mlp: evaluate 0", "tied": "tied: evaluate 0"}
+    | {"second-of-two": "mlp second-of-two: evaluate 0, backward 1"}
+)
+def test_the_wrapped_module_computes_what_the_bare_one_does(world, subject, situation):
     """The wrapped module MUST be called like the original and return the same values."""
-    wrapped, bare = zip(*world.run(forward, subject, toy, 3), strict=True)
-
-    judge.tensors(
-        wrapped,
-        bare,
-        quantity="bare module's output",
-        # Normalisation divides by a root, which is no integer arithmetic; a compiled forward may
-        # round it in another order.
-        within=rounding(torch.float32, terms=8, depth=2) if toy == "buffers" else None,
-        given=f"toy {toy!r}, seed 3",
-    )
+    same_as_alone(world, subject, situation)
 
 
 def hooks_that_run(ctx, subject):

@@ -19,10 +19,10 @@ from spec_tests.chapters.ddp.replica import (
     SMALL_BUCKET_MB,
     Replica,
     gradients_after,
-    mean_gradients,
     two_steps_beside_unused,
     wrap,
 )
+from spec_tests.programs.law import same_as_alone, situations
 from spec_tests.programs.laws import equivalence, refusal
 from spec_tests.rig import judge, strategies
 from spec_tests.rig.clause import clauses
@@ -38,21 +38,23 @@ PAPER = "Li et al. 2020, section 3.2.1"
     source="contract: mean-gradient; " + PAPER,
     worlds=(2, 3, 4),
 )
-@pytest.mark.parametrize("toy", ["mlp", "ragged"])
-def test_every_rank_holds_the_mean_gradient(world, subject, toy):
+@situations({toy: f"{toy}: backward 0" for toy in ("mlp", "ragged")})
+def test_every_rank_holds_the_mean_gradient(world, subject, situation):
     """Every rank MUST hold the mean over ranks of the local gradients.
 
     Not the sum, not its own, not the mean divided once more. Every rank has other data, so that
     nothing can be right by accident.
     """
-    mean_gradients(world, subject, toy, "backward 0")
+    same_as_alone(world, subject, situation)
 
 
 @clause("ddp.gradients.mean-at-any-seed", source="contract: mean-gradient; " + PAPER, worlds=(3,))
 @given(seed=strategies.seeds, toy=st.sampled_from(["mlp", "ragged", "tied", "reused"]))
 def test_the_mean_does_not_depend_on_weights_or_data(world, subject, seed, toy):
     """For any weights and data every rank MUST hold the mean of the local gradients."""
-    mean_gradients(world, subject, toy, "backward 0", seed=seed)
+    ranks = world.run(gradients_after, subject, toy, seed, "backward 0")
+
+    equivalence.mean_gradients(ranks, toy, seed)
 
 
 @clause(
@@ -65,7 +67,7 @@ def test_a_tied_parameter_is_reduced_once_with_its_whole_gradient(world, subject
 
     A hook that fires for each use reduces a partial gradient, or the same one twice.
     """
-    mean_gradients(world, subject, "tied", "backward 0")
+    same_as_alone(world, subject, "tied: backward 0")
 
 
 @clause(
@@ -74,7 +76,7 @@ def test_a_tied_parameter_is_reduced_once_with_its_whole_gradient(world, subject
 )
 def test_a_module_applied_twice_is_reduced_with_its_whole_gradient(world, subject):
     """A module applied twice in one forward MUST hold the mean of its complete gradient."""
-    mean_gradients(world, subject, "reused", "backward 0")
+    same_as_alone(world, subject, "reused: backward 0")
 
 
 @clause(
@@ -89,7 +91,7 @@ def test_frozen_parameters_keep_no_gradient(world, subject):
 
     A zero in place of None makes AdamW decay a weight that was meant to stay.
     """
-    mean_gradients(world, subject, "frozen", "backward 0")
+    same_as_alone(world, subject, "mlp not-the-ends: backward 0")
 
 
 @clause(
@@ -97,14 +99,17 @@ def test_frozen_parameters_keep_no_gradient(world, subject):
     source="contract: grad-dtype, any-layout; "
     "torch reducer: one bucket per dtype and device, stride contract of bucket views",
 )
-@pytest.mark.parametrize("toy", ["mixed", "double", "conv", "strided"])
-def test_every_dtype_and_layout_lands_in_its_place(world, subject, toy):
+@situations(
+    {"mixed": "mixed: backward 0", "double": "two-dtypes: backward 0"}
+    | {toy: f"{toy}: backward 0" for toy in ("conv", "strided")}
+)
+def test_every_dtype_and_layout_lands_in_its_place(world, subject, situation):
     """Gradients of any dtype and memory layout MUST land in the right positions, dtype kept.
 
     Channels-last, transposed, expanded with stride zero, float32 next to bfloat16 or float64:
     flattening such a gradient may copy, and then the reduced values are written into the copy.
     """
-    mean_gradients(world, subject, toy, "backward 0")
+    same_as_alone(world, subject, situation)
 
 
 @clause(
@@ -119,7 +124,7 @@ def test_a_part_of_a_larger_tensor_gets_its_own_gradient(world, subject):
 
     Its strides leave gaps. In a flat buffer they reach into the gradients of other parameters.
     """
-    mean_gradients(world, subject, "gapped", "backward 0")
+    same_as_alone(world, subject, "gapped: backward 0")
 
 
 @clause(
@@ -129,7 +134,7 @@ def test_a_part_of_a_larger_tensor_gets_its_own_gradient(world, subject):
 )
 def test_a_wrapped_module_is_called_by_keyword(world, subject):
     """A wrapped module MUST take the original's keyword arguments, and average as ever."""
-    mean_gradients(world, subject, "branches", "by_keyword 0 use=cab")
+    same_as_alone(world, subject, "branches-in-any-order keyword: backward 1")
 
 
 @clause(
@@ -137,8 +142,9 @@ def test_a_wrapped_module_is_called_by_keyword(world, subject):
 )
 def test_an_evaluation_between_steps_disturbs_nothing(world, subject):
     """A forward without gradients between two steps MUST change no gradient, and be possible."""
-    calls = "backward 5, evaluate 7, zero_grad, evaluate 7, backward 1"
-    mean_gradients(world, subject, "mlp", calls)
+    same_as_alone(
+        world, subject, "mlp: backward 5, evaluate 7, zero_grad none, evaluate 7, backward 1"
+    )
 
 
 @clause(
@@ -148,7 +154,7 @@ def test_an_evaluation_between_steps_disturbs_nothing(world, subject):
 )
 def test_evaluation_mode_says_nothing_of_gradients(world, subject):
     """Of a module in evaluation mode gradients MUST be means as well."""
-    mean_gradients(world, subject, "mlp", "evaluation_mode, backward 5, zero_grad, backward 0")
+    same_as_alone(world, subject, "mlp evaluating: backward 5, zero_grad none, backward 0")
 
 
 @clause(
@@ -162,7 +168,7 @@ def test_a_gradient_that_is_also_anothers_is_left_alone(world, subject):
     A sum passes its gradient on to both terms. Averaged in place by the hook of one, it is what the
     layers in front of the other compute theirs from.
     """
-    mean_gradients(world, subject, "shifted", "backward 0")
+    same_as_alone(world, subject, "shifted: backward 0")
 
 
 LARGE = 60000.0
@@ -234,10 +240,7 @@ def test_backward_changes_no_weight(world, subject):
 )
 def test_a_second_finish_changes_nothing(world, subject):
     """A second `finish_gradient_synchronization` MUST change no gradient."""
-    once = equivalence.full_batch_gradients("mlp", SEED, ranks=range(world.size))
-    divided = equivalence.scaled(once, 1 / world.size)
-    again = Hint("divided by the world size once more", divided)
-    mean_gradients(world, subject, "mlp", "backward 0, finish", hints=[again])
+    same_as_alone(world, subject, "mlp: backward 0, finish")
 
 
 def late_peer(ctx, subject):
@@ -270,23 +273,20 @@ def test_gradients_are_final_when_finish_returns(world, subject):
     source="contract: since-zero-grad; "
     "torch.optim.Optimizer.zero_grad, set_to_none; fairscale issue 354",
 )
-@pytest.mark.parametrize("set_to_none", [True, False], ids=["to-none", "to-zero"])
-def test_both_ways_of_zero_grad_give_the_same_next_gradient(world, subject, set_to_none):
+@situations(
+    {
+        f"to-{how}": f"ragged: zero_grad {how}, backward 0, zero_grad {how}, backward 1, "
+        f"zero_grad {how}, backward 2"
+        for how in ("none", "zero")
+    }
+)
+def test_both_ways_of_zero_grad_give_the_same_next_gradient(world, subject, situation):
     """After either way of `zero_grad` the next gradients MUST be the mean of the new ones alone.
 
     Views into a bucket are lost when the gradient is set to None; what the bucket still holds must
     not be added in.
     """
-    clear = f"zero_grad {set_to_none}"
-    calls = f"{clear}, backward 0, {clear}, backward 1, {clear}, backward 2"
-    mean_gradients(world, subject, "ragged", calls)
-
-
-def two_forwards(ctx, subject):
-    """Gradients of one backward through the sum of two forwards' losses."""
-    replica = Replica(ctx, subject, "mlp")
-    (replica.loss(0) + replica.loss(1)).backward()
-    return replica.gradients_after("finish")
+    same_as_alone(world, subject, situation)
 
 
 @clause(
@@ -295,7 +295,7 @@ def two_forwards(ctx, subject):
 )
 def test_two_forwards_and_one_backward_give_the_whole_gradient(world, subject):
     """Two forwards followed by one backward MUST give the mean of the complete gradients."""
-    equivalence.mean_gradients(world.run(two_forwards, subject), "mlp", SEED, micros=(0, 1))
+    same_as_alone(world, subject, "mlp: both 0 1")
 
 
 @clause(
@@ -323,16 +323,19 @@ def test_a_parameter_that_nobody_uses_never_hangs_the_step(world, subject, bucke
     "ddp.gradients.unused-somewhere",
     source="contract: unused-somewhere; DistributedDataParallel, find_unused_parameters=True",
 )
-@pytest.mark.parametrize("uses", [("abc", "a", "ab"), ("b", "c", "a")], ids=["some", "disjoint"])
-def test_a_parameter_used_on_some_ranks_holds_the_mean_with_zeros(world, subject, uses):
+@situations(
+    {
+        case: f"{toy}: zero_grad zero, backward 0, zero_grad none, backward 1"
+        for case, toy in {"some": "branches-by-rank", "disjoint": "branches-apart"}.items()
+    }
+)
+def test_a_parameter_used_on_some_ranks_holds_the_mean_with_zeros(world, subject, situation):
     """Used on some ranks only, a parameter MUST hold the mean with zeros, or be an error.
 
     Dividing by the number of contributors is wrong; reducing only what one has pairs unrelated
     tensors, or waits for ever.
     """
-    use = "/".join(uses)
-    calls = f"backward 0 use={use}, zero_grad, backward 1 use={use}"
-    mean_gradients(world, subject, "branches", calls, may_refuse=True, absent_is_zero=True)
+    same_as_alone(world, subject, situation)
 
 
 def nothing_used(ctx, subject):
@@ -369,28 +372,25 @@ def test_a_rank_whose_loss_touches_nothing_hangs_nobody(world, subject):
         )
 
 
-BRANCH_MB = 15 * 4 / 2**20
-"""A bucket for each branch: two of them have equal sizes, and can be mixed up in silence."""
-ANOTHER_ORDER_EACH = (
-    "backward 0 use=abc/cab/bca/acb, zero_grad, backward 1 use=cab/bca/acb/abc, zero_grad, "
-    "backward 2 use=bca/acb/abc/cab"
-)
-
-
 @clause(
     "ddp.gradients.rank-dependent-order",
     source="contract: any-order; pytorch issues 72843 and 174862",
     worlds=(2, 3, 4),
 )
-@pytest.mark.parametrize("bucket_size_mb", [SMALL_BUCKET_MB, BRANCH_MB], ids=["mixed", "alike"])
-def test_the_order_in_which_gradients_become_ready_does_not_matter(world, subject, bucket_size_mb):
+@situations(
+    {
+        case: f"branches-in-any-order {bucket}: backward 0, zero_grad none, backward 1, "
+        "zero_grad none, backward 2"
+        for case, bucket in {"mixed": "small", "alike": "of-a-branch"}.items()
+    }
+)
+def test_the_order_in_which_gradients_become_ready_does_not_matter(world, subject, situation):
     """Ranks whose gradients become ready in different orders MUST still hold the mean.
 
     Collectives are paired by position. Launching each as it becomes ready adds up unrelated
     tensors in silence wherever the sizes agree.
     """
-    size = {"bucket_size_mb": bucket_size_mb}
-    mean_gradients(world, subject, "branches", ANOTHER_ORDER_EACH, **size)
+    same_as_alone(world, subject, situation)
 
 
 def scaled_loss(ctx, subject, seed, exponent):
@@ -429,14 +429,10 @@ def test_a_power_of_two_on_the_loss_scales_the_gradients_exactly(world, subject,
     source="contract: mean-gradient; design: a world of one is the plain module",
     worlds=(1,),
 )
-@pytest.mark.parametrize("toy", ["mlp", "tied", "frozen"])
-def test_a_world_of_one_is_the_plain_module(world, subject, toy):
+@situations(
+    {toy: f"{toy}: backward 0" for toy in ("mlp", "tied")}
+    | {"frozen": "mlp not-the-ends: backward 0"}
+)
+def test_a_world_of_one_is_the_plain_module(world, subject, situation):
     """With a single rank the gradients MUST equal those of the bare module, bit for bit."""
-    ranks = world.run(gradients_after, subject, toy, SEED, "backward 0")
-
-    judge.tensors(
-        ranks,
-        equivalence.full_batch_gradients(toy, SEED, ranks=[0]),
-        quantity="bare module's gradient",
-        given=f"toy {toy!r}, world 1",
-    )
+    same_as_alone(world, subject, situation)

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spec_tests.chapters.ddp.replica import SEED, SMALL_BUCKET_MB, Replica, wrap
+from spec_tests.programs.law import same_as_alone
 from spec_tests.programs.laws import additions, agreement, equivalence, footprint, refusal
 from spec_tests.rig import judge, strategies
 from spec_tests.rig.clause import clauses
-from spec_tests.rig.judge.symptoms import Hint
 from spec_tests.rig.judge.tolerance import rounding
 
 clause = clauses(judges=("ddp", "ddp_bucketed"), level="correct", worlds=(2, 3))
@@ -207,21 +207,6 @@ def test_what_is_added_to_a_wrapped_module_is_averaged_or_refused(world, subject
     additions.get_the_mean(world, added_later, subject, addition)
 
 
-def buffers_at_forward(ctx, subject):
-    """Buffers before a training forward, and as the inner module sees them when it begins."""
-    replica = Replica(ctx, subject, "buffers")
-    replica.backward(0)
-    seen = {}
-
-    def look(module, inputs):
-        seen.update({name: b.clone() for name, b in module.named_buffers()})
-
-    own = {name: b.clone() for name, b in replica.module.named_buffers()}
-    replica.module.register_forward_pre_hook(look)
-    replica.follow("zero_grad, backward 1")
-    return own, seen
-
-
 @clause(
     "ddp.lifecycle.buffers-follow-first-rank",
     level="production",
@@ -232,10 +217,7 @@ def test_a_training_forward_sees_the_first_ranks_buffers(world, subject):
 
     Running statistics drift apart with the data; which rank saves the checkpoint must not matter.
     """
-    own, seen = zip(*world.run(buffers_at_forward, subject), strict=True)
-
-    likely = "the rank's own buffers: nothing is broadcast before a training forward"
-    judge.tensors(seen, own[0], quantity="first rank's buffer", hints=[Hint(likely, own)])
+    same_as_alone(world, subject, "counting: backward 0, zero_grad none, backward 1")
 
 
 def wide():
@@ -331,19 +313,6 @@ def test_memory_does_not_grow_from_step_to_step(world, subject):
             )
 
 
-def models_in_turn(ctx, subject):
-    """Live bytes after each of five models, of which each is trained for a step and dropped."""
-    inputs, seen = torch.ones(2, 128, device=ctx.device), []
-    with ctx.recording() as recorder:
-        for _ in range(5):
-            wrapped = wrap(ctx, subject, wide().to(ctx.device), bucket_size_mb=0.1)
-            wrapped(inputs).sum().backward()
-            finish(ctx, subject, wrapped)
-            del wrapped
-            seen.append(footprint.settled(recorder))
-    return seen
-
-
 @clause(
     "ddp.footprint.models-made-and-dropped",
     level="production",
@@ -352,15 +321,7 @@ def models_in_turn(ctx, subject):
 )
 def test_a_model_that_is_dropped_leaves_nothing_behind(world, subject):
     """Live bytes MUST NOT grow where models are wrapped, trained and dropped in turn."""
-    for rank, seen in enumerate(world.run(models_in_turn, subject)):
-        if seen[-1] > seen[1]:
-            points = [(f"model {number}", size) for number, size in enumerate(seen)]
-            raise judge.violated(
-                f"rank {rank}: expected {seen[1]} live bytes as after model 1, got {seen[-1]} "
-                f"after model {len(seen) - 1}",
-                likely="hooks of the parameters keep the wrapper alive, and so every model",
-                evidence=footprint.shown(rank, points, points[-1][0], seen[-1], seen[1]),
-            )
+    same_as_alone(world, subject, "another_lives, another_lives, another_lives", looks=("sent",))
 
 
 def traceless(ctx, subject):

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import pytest
 
-from spec_tests.chapters.ddp.replica import DDP, mean_gradients
 from spec_tests.programs import draw
+from spec_tests.programs.law import same_as_alone
 from spec_tests.programs.laws import schedules
+from spec_tests.programs.scene import REPLICAS
 from spec_tests.rig.clause import clauses
 
-clause = clauses(judges=DDP, level="correct", worlds=(2, 3))
+clause = clauses(judges=REPLICAS, level="correct", worlds=(2, 3))
 SITUATIONS = (
     "contract: mean-gradient, since-zero-grad, local-sums; Cohen et al. 1997, The AETG system"
 )
@@ -49,9 +50,8 @@ def test_any_situation_of_production_does_what_one_process_does(world, subject, 
     draw.judge_part(world, subject, "production", part, looks=True)
 
 
-SCHEDULED_TOY = "stack"  # several buckets, of equal and of unequal size
-# What an early step leaves behind would show in the third.
-THREE_STEPS = "backward 0, zero_grad, backward 1, zero_grad, backward 2"
+# Several buckets, of equal and of unequal size; what an early step leaves would show in the third.
+THREE_STEPS = "backward 0, zero_grad none, backward 1, zero_grad none, backward 2"
 
 
 @clause(
@@ -67,8 +67,7 @@ def test_no_order_of_events_changes_the_gradients(world, subject, schedule):
     another bucket: sums of unrelated numbers where the sizes are equal, a deadlock where not. A
     buffer that is filled again in flight is an error by itself.
     """
-    scheduled = schedules.under(world, schedule)
-    mean_gradients(scheduled, subject, SCHEDULED_TOY, THREE_STEPS, given=str(schedule))
+    same_as_alone(schedules.under(world, schedule), subject, THREE_STEPS, given=str(schedule))
 
 
 @clause(
@@ -81,4 +80,4 @@ def test_every_reduction_is_waited_for(world, subject):
 
     That a later one has completed proves nothing about an earlier one: gloo runs several at once.
     """
-    mean_gradients(world, subject, SCHEDULED_TOY, THREE_STEPS)
+    same_as_alone(world, subject, THREE_STEPS)

@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spec_tests.chapters.ddp.replica import Replica
-from spec_tests.programs.laws import agreement, equivalence, traffic
-from spec_tests.rig import judge, strategies
+from spec_tests.programs.law import same_as_alone, situations
+from spec_tests.programs.laws import agreement, traffic
+from spec_tests.rig import judge
 from spec_tests.rig.clause import clauses
 from spec_tests.rig.judge import oracle
 from spec_tests.rig.ranks.recorder import Kind
@@ -58,15 +59,7 @@ def test_a_step_reduces_every_trainable_element_once(world, subject, toy):
 )
 def test_frozen_parameters_are_not_sent(world, subject):
     """A step MUST NOT send anything for frozen parameters."""
-    ranks = world.run(third_step, subject, "frozen", 7, 0.00025)
-
-    traffic.reduced_once(
-        [rank["log"] for rank in ranks],
-        numel=_trainable("frozen"),
-        bookkeeping=_flags("frozen"),
-        likely="frozen parameters are packed into the buckets",
-        given="toy 'frozen', third step",
-    )
+    same_as_alone(world, subject, "mlp not-the-ends: backward 0, step, backward 1", looks=("sent",))
 
 
 @clause(
@@ -121,22 +114,16 @@ def test_a_bucket_closes_near_its_size(world, subject, elements):
     judges=BUCKETED,
     source="contract: mean-gradient; pytorch issue 30509",
 )
-@given(
-    toy=st.sampled_from(["mlp", "ragged", "tied", "mixed"]),
-    bucket_size_mb=strategies.bucket_sizes_mb(),
-    seed=strategies.seeds,
+@situations(
+    {
+        f"{bucket}-{toy}": f"{toy} {bucket}: backward 0, zero_grad none, backward 1"
+        for bucket in ("small", "tiny", "one")
+        for toy in ("mlp", "ragged", "tied", "mixed")
+    }
 )
-def test_the_bucket_size_changes_no_gradient(world, subject, toy, bucket_size_mb, seed):
+def test_the_bucket_size_changes_no_gradient(world, subject, situation):
     """Whatever the bucket size, gradients MUST be the same mean: packing is not arithmetic."""
-    ranks = world.run(third_step, subject, toy, seed, bucket_size_mb)
-
-    equivalence.mean_gradients(
-        [rank["gradients"] for rank in ranks],
-        toy,
-        seed,
-        micros=(2,),
-        given=f"bucket size {bucket_size_mb} MiB",
-    )
+    same_as_alone(world, subject, situation)
 
 
 @clause(

@@ -31,6 +31,9 @@ from spec_tests.rig.toys import TOYS
 RATE = 2.0**-16
 """Learning rate of training: weights move by ten times what rounding may move them, or more."""
 
+WHOLE = "plain and whole"
+"""The kind of a parameter that is not sharded, see `kind_of`."""
+
 FULLY_SHARD = ("fully_shard",)
 BOTH = ("fully_shard", "fsdp")
 
@@ -102,6 +105,15 @@ def about(tensor: torch.Tensor | None) -> dict[str, Any]:
         found["mesh"] = tensor.device_mesh.mesh.tolist()
         found["local shape"] = tuple(tensor.to_local().shape)
     return found
+
+
+def kind_of(parameter: torch.Tensor, shape: torch.Size) -> str:
+    """`WHOLE`, or what a parameter that had this shape is instead."""
+    from torch.distributed.tensor import DTensor
+
+    if not isinstance(parameter, DTensor) and parameter.shape == shape:
+        return WHOLE
+    return f"{type(parameter).__name__} of shape {tuple(parameter.shape)}"
 
 
 def says_the_same(

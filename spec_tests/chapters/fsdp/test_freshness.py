@@ -28,6 +28,7 @@ from spec_tests.programs.laws import refusal
 from spec_tests.programs.planted import PlantedError, failing
 from spec_tests.rig import judge
 from spec_tests.rig.clause import clauses
+from spec_tests.rig.judge import oracle
 from spec_tests.rig.judge.symptoms import Hint, gap
 from spec_tests.rig.judge.tolerance import rounding
 from spec_tests.rig.toys import TOYS, sum_of_squares
@@ -61,6 +62,12 @@ def _judge_fresh(ranks, toy, steps, given):
     within = rounding(torch.float32, terms=12 * 4 * size, depth=4 * steps)
     moved = float(gap(old, new[0]["output"]).max())
     judge.holds(moved > 10 * within.bound(old), "the toy hardly moved: nothing to see")
+    _judge_outputs(ranks, new, toy, steps, given)
+
+
+def _judge_outputs(ranks, new, toy, steps, given):
+    size = len(ranks)
+    within = rounding(torch.float32, terms=12 * 4 * size, depth=4 * steps)
     judge.tensors(
         ranks,
         new,
@@ -162,6 +169,16 @@ def test_a_part_that_a_forward_alone_kept_is_not_stale_after_a_step(world, subje
         _judge_fresh(ranks, "even", 1, "half kept in a forward without backward")
 
 
+def stepped_after_evaluation(ctx, subject, records):
+    """Output after a step that an evaluation came before, and then the full weights."""
+    sharded = Sharded(ctx, subject, "even")
+    sharded.backward(0)
+    with torch.set_grad_enabled(records):
+        _output(sharded)
+    sharded.optimizer.step()
+    return _output(sharded), sharded.full()
+
+
 @clause(
     "fsdp.lifecycle.fresh-after-evaluation-of-a-whole-model",
     judges=("fsdp",),
@@ -170,10 +187,25 @@ def test_a_part_that_a_forward_alone_kept_is_not_stale_after_a_step(world, subje
 )
 @pytest.mark.parametrize("records", [False, True], ids=["no-grad", "without-backward"])
 def test_an_evaluation_of_a_whole_model_before_a_step_leaves_nothing_stale(world, subject, records):
-    """The whole-model shape MUST use the new weights after backward, evaluation and step."""
-    ranks = world.run(after_evaluation_and_step, subject, "even", 7, "default", records)
+    """The whole-model shape MUST use the new weights after backward, evaluation and step.
 
-    _judge_fresh(ranks, "even", 1, "evaluation before the step")
+    New are those that `full_parameters` returns after the forward, and not those of one process:
+    a wrong gradient is another matter.
+    """
+    outputs, weights = zip(*world.run(stepped_after_evaluation, subject, records), strict=True)
+
+    plain = TOYS["even"].build(SEED)
+    built = oracle.parameters("even", SEED)
+    new = []
+    for rank, full in enumerate(weights):
+        judge.holds(
+            any(not torch.equal(full[name], built[name]) for name in built),
+            f"rank {rank}: expected full weights that a step changed, got those of before it",
+        )
+        plain.load_state_dict(full)
+        with torch.no_grad():
+            new.append({"output": plain(TOYS["even"].batch(SEED, rank=rank, micro=9))})
+    _judge_outputs(outputs, new, "even", 1, "evaluation before the step")
 
 
 class Ladder(nn.Module):

@@ -16,10 +16,12 @@ from torch import nn
 
 from spec_tests.chapters.fsdp.sharded import (
     SEED,
+    WHOLE,
     Sharded,
     finish,
     gradients_after,
     gradients_sent,
+    kind_of,
     mean_gradients,
     numel,
     of_integers,
@@ -69,15 +71,16 @@ def test_frozen_weights_of_a_whole_model_stay_frozen(world, subject, frozen):
 
 def rest_of_a_whole_model(ctx, subject):
     """Kind and value of the parameter that belongs to no layer, and its gradient."""
-    from torch.distributed.tensor import DTensor
-
     sharded = Sharded(ctx, subject, "even")
     sharded.backward()
     named: dict[str, Any] = dict(sharded.wrapped.named_parameters())
     found = [p for name, p in named.items() if name.rpartition(".")[2] == "gain"]
-    if len(found) != 1 or isinstance(found[0], DTensor):
-        return type(found[0]).__name__ if found else f"none, only {[*named]}", {}, {}
-    return "plain", {"gain": found[0].detach().clone()}, {"gain": found[0].grad}
+    if len(found) != 1:
+        return f"none, only {[*named]}", {}, {}
+    kind = kind_of(found[0], torch.Size([12]))
+    if kind != WHOLE:
+        return kind, {}, {}
+    return kind, {"gain": found[0].detach().clone()}, {"gain": found[0].grad}
 
 
 @clause(
@@ -94,7 +97,7 @@ def test_what_is_no_layer_stays_whole_and_gets_the_mean_gradient(world, subject)
     """
     kinds, parameters, gradients = zip(*world.run(rest_of_a_whole_model, subject), strict=True)
 
-    judge.equal(kinds, "plain", quantity="kind of 'gain', which belongs to no Linear or Embedding")
+    judge.equal(kinds, WHOLE, quantity="kind of 'gain', which belongs to no Linear or Embedding")
     built = {"gain": oracle.parameters("even", SEED)["gain"]}
     judge.tensors(parameters, built, quantity="parameter as built")
     means = equivalence.full_batch_gradients("even", SEED, ranks=range(world.size))
@@ -143,7 +146,7 @@ def batch_of(rank, step=0):
 def rest_below(ctx, subject, name, thaws=False):
     """Kind and gradient of a parameter of no layer, at first frozen and thawed after a step."""
     module = deep().to(ctx.device)
-    module.get_parameter(name).requires_grad_(not thaws)
+    shape = module.get_parameter(name).requires_grad_(not thaws).shape
     model = ctx.impl.fsdp(module)
     for step in range(1 + thaws):
         named = dict(model.named_parameters())
@@ -155,14 +158,14 @@ def rest_below(ctx, subject, name, thaws=False):
         output = model(batch_of(ctx.rank, step).to(ctx.device))
         (ctx.world_size * sum_of_squares(output)).backward()
         ctx.impl.finish_gradient_synchronization(model)
-    is_whole = type(found[0]) is nn.Parameter and found[0].shape in ((4,), (2, 4))
-    return "plain and whole" if is_whole else "sharded", {name: found[0].grad} if is_whole else {}
+    kind = kind_of(found[0], shape)
+    return kind, {name: found[0].grad} if kind == WHOLE else {}
 
 
 def _judge_rest(ranks, name, step=0):
     __tracebackhide__ = True
     kinds, gradients = zip(*ranks, strict=True)
-    judge.equal(kinds, "plain and whole", quantity=f"kind of {name!r}")
+    judge.equal(kinds, WHOLE, quantity=f"kind of {name!r}")
     own = []
     for rank in range(len(ranks)):
         plain = deep()

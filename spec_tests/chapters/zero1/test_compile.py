@@ -6,30 +6,34 @@ must not be a constant of the first graph. SGD on integers: a compiler may not r
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
 from spec_tests.chapters.zero1.runs import in_ranks, like_unsharded
 from spec_tests.rig.clause import clauses
+from spec_tests.rig.judge import oracle
 
 clause = clauses(needs=("sharded_optimizer",), level="production", worlds=(2,))
+SCENE = "ragged momentum"
 
 
-def steps(run, backend):
+def compiled(stepped, backend=""):
     """Four steps, the last two at half the rate."""
-    step = run.optimizer.step
+    step = stepped.optimizer.step
+    seen: oracle.Named = {}
     if backend:
-        torch.compile(steps, backend=backend)  # "not here" where compilers are stood in for
+        torch.compile(compiled, backend=backend)  # "not here" where compilers are stood in for
         torch._dynamo.reset()
         step = torch.compile(step, backend=backend)
     for number in range(4):
         if number == 2:
-            for group in run.optimizer.param_groups:
-                group["lr"] /= 2
-        run.deal(number)
+            stepped.rate("0.5")
+        stepped.deal(str(number), "all")
         step()
-        run.note(f"after step {number}")
-    return run.seen
+        seen |= {f"{name} after step {number}": w for name, w in stepped.weights().items()}
+    return seen
 
 
 @clause(
@@ -40,6 +44,6 @@ def steps(run, backend):
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_a_compiled_step_gives_the_unsharded_optimizers_weights(world, backend):
     """After a compiled step all ranks MUST hold the weights that the unsharded optimizer gives."""
-    ranks = world.run(in_ranks, steps, backend, optimizer="momentum")
+    ranks = world.run(in_ranks, partial(compiled, backend=backend), SCENE)
 
-    like_unsharded(ranks, steps, "", optimizer="momentum")
+    like_unsharded(ranks, compiled, SCENE)

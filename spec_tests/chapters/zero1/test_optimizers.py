@@ -6,50 +6,54 @@ sharded optimizer hands on and what it drops. Others are updated rightly, or ref
 
 from __future__ import annotations
 
-import pytest
-import torch
-
-from spec_tests.chapters.zero1.runs import Run, as_unsharded_or_refused, same_as_unsharded
+from spec_tests.chapters.zero1.runs import TOY, in_ranks, like_unsharded, steps
+from spec_tests.programs.law import follow, judge_updates, same_as_alone, situations
+from spec_tests.programs.laws import refusal
 from spec_tests.rig.clause import clauses
+from spec_tests.rig.judge import oracle
 
-clause = clauses(needs=("sharded_optimizer",), level="correct", worlds=(2, 3))
-FOUR = (1, 2, 3, 4)
-SQUARES = "reordered"
-"""Matrices of equal sides: for clauses on unusual optimizers, which say nothing on sizes."""
+clause = clauses(judges=("sharded_optimizer",), level="correct", worlds=(2, 3))
+FOUR = steps(1, 2, 3, 4)
 
 
 @clause(
     "zero1.step.whole-tensors",
     source="contract: whole-tensors; DeepSpeed, zero_allow_untested_optimizer",
 )
-def test_what_looks_at_whole_tensors_gets_them(world):
+def test_what_looks_at_whole_tensors_gets_them(world, subject):
     """Optimizers that look at whole tensors MUST see them, or be refused with an error.
 
     Adafactor divides by means of rows and columns. Of flat stretches it makes something else.
     """
-    as_unsharded_or_refused(world, Run.steps, *FOUR, optimizer="adafactor", toy=SQUARES)
+    same_as_alone(world, subject, f"{TOY} adafactor: {FOUR}")
 
 
 @clause(
     "zero1.step.counts-in-groups",
     source="contract: counts-in-groups; Prodigy and schedule-free keep such",
 )
-@pytest.mark.parametrize("optimizer", ["counting", "declared"])
-def test_what_an_optimizer_keeps_in_its_groups_stays(world, optimizer):
+@situations(
+    {
+        case: f"{TOY} {kind}: {FOUR}"
+        for case, kind in {"counting": "counts-later", "declared": "counts-steps"}.items()
+    }
+)
+def test_what_an_optimizer_keeps_in_its_groups_stays(world, subject, situation):
     """What an optimizer writes into its own groups MUST be there at its next step, or be refused.
 
     Options that are copied from outside in every step may overwrite it.
     """
-    as_unsharded_or_refused(world, Run.steps, *FOUR, optimizer=optimizer, toy=SQUARES)
+    same_as_alone(world, subject, situation)
 
 
-def with_factors(run):
+def with_factors(stepped):
     """Weights after steps with a keyword of the optimizer's own."""
+    seen: oracle.Named = {}
     for number in range(1, 4):
-        run.deal(number)
-        run.optimizer.step(factor=2.0**-number)
-        run.note(f"after step {number}")
-    return run.seen
+        stepped.deal(str(number), "all")
+        stepped.optimizer.step(factor=2.0**-number)
+        seen |= {f"{name} after step {number}": w for name, w in stepped.weights().items()}
+    return seen
 
 
 @clause(
@@ -57,9 +61,14 @@ def with_factors(run):
     source="contract: step-keywords; "
     "ZeroRedundancyOptimizer.step(closure, **kwargs); CS336 assignment 2, likewise",
 )
-def test_keywords_of_a_step_reach_the_optimizer(world):
+def test_keywords_of_a_step_reach_the_optimizer(world, subject):
     """Keyword arguments of `step` MUST reach the optimizer's own, or be refused with an error."""
-    as_unsharded_or_refused(world, with_factors, optimizer="counting", toy=SQUARES)
+    script, ordinary = (with_factors, f"{TOY} counts-later"), f"{TOY} adamw: {FOUR}"
+    ranks = refusal.answer_or_refusal(
+        world, in_ranks, *script, ordinary=(follow, subject, ordinary)
+    )
+    if ranks is not None:
+        like_unsharded(ranks, *script)
 
 
 @clause(
@@ -67,6 +76,9 @@ def test_keywords_of_a_step_reach_the_optimizer(world):
     source="contract: any-parameters; "
     "padding in float32 beside parameters in bfloat16, in a solution of CS336",
 )
-def test_parameters_in_bfloat16_are_updated(world):
+def test_parameters_in_bfloat16_are_updated(world, subject):
     """Parameters that are all bfloat16 MUST get the weights that the unsharded optimizer gives."""
-    same_as_unsharded(world, Run.steps, *FOUR, optimizer="sgd", dtype=torch.bfloat16)
+    line = f"narrow bfloat16 sgd: {FOUR}"
+    ranks = world.run(follow, subject, line)
+
+    judge_updates([rank["seen"] for rank in ranks], line)

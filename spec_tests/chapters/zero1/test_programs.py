@@ -11,18 +11,17 @@ from __future__ import annotations
 
 import pytest
 
-from spec_tests.chapters.zero1.runs import Run, fitting, same_as_unsharded
+from spec_tests.chapters.zero1.runs import TOY, steps
 from spec_tests.programs import draw
 from spec_tests.programs.law import same_as_alone, situations
 from spec_tests.programs.laws import schedules
 from spec_tests.rig.clause import clauses
 
-clause = clauses(needs=("sharded_optimizer", "full_optimizer_state"), level="correct")
+clause = clauses(judges=("sharded_optimizer",), needs=("full_optimizer_state",), level="correct")
 
 
 @clause(
     "zero1.programs.any-situation",
-    judges=("sharded_optimizer",),
     source="contract: same-values; Cohen et al. 1997, The AETG system",
     worlds=(2, 3),
 )
@@ -38,7 +37,6 @@ def test_any_situation_does_what_the_plain_optimizer_does(world, subject, part):
 
 @clause(
     "zero1.state.load-replaces",
-    judges=("sharded_optimizer",),
     source="contract: load-replaces; torch.optim.Optimizer.load_state_dict",
 )
 @situations({"empty": "even momentum: save, deal 0 all, update, load copied, deal 1 all, update"})
@@ -51,27 +49,27 @@ def test_a_loaded_state_replaces_the_one_before(world, subject, situation):
     "zero1.schedule.same-weights",
     source="contract: same-values; " + schedules.LAUNCH_ORDER,
     worlds=(3,),
-    needs=("sharded_optimizer",),
+    needs=(),
     transports=schedules.SIM,
 )
 @schedules.drawn
-def test_no_order_of_events_changes_the_weights(world, schedule):
+def test_no_order_of_events_changes_the_weights(world, subject, schedule):
     """All ranks MUST hold the unsharded weights, whatever rank runs when and what completes first.
 
     A buffer that is filled again in flight, or read before its message is in, is right as long as
     the wire is faster than the loop over parameters.
     """
-    scheduled, toy = schedules.under(world, schedule), fitting(world)
-    same_as_unsharded(scheduled, Run.steps, 1, 2, optimizer="momentum", toy=toy)
+    line = f"{TOY} momentum: {steps(1, 2)}"
+    same_as_alone(schedules.under(world, schedule), subject, line, given=str(schedule))
 
 
 @clause(
     "zero1.schedule.waits-for-every-launch",
     source="contract: waits; " + schedules.WAITED_FOR,
     worlds=(2, 3),
-    needs=("sharded_optimizer",),
+    needs=(),
     transports=schedules.SIM,
 )
-def test_every_exchange_is_waited_for(world):
+def test_every_exchange_is_waited_for(world, subject):
     """Every exchange that is launched MUST be waited for by the rank that launched it."""
-    same_as_unsharded(world, Run.steps, 1, 2, optimizer="momentum")
+    same_as_alone(world, subject, f"ragged momentum: {steps(1, 2)}")

@@ -8,27 +8,21 @@ have saved, so that a run goes on at another number of ranks, or on one. See Raj
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 
-from spec_tests.chapters.zero1.runs import (
-    DEPTH,
-    Run,
-    fitting,
-    like_unsharded,
-    plain,
-    sharded,
-    state_bytes,
-    tolerance,
-    wide,
-)
+from spec_tests.chapters.zero1.runs import DEPTH, TOY, state_bytes, steps, wide
+from spec_tests.programs.calls import parsed
+from spec_tests.programs.law import judge_updates, same_as_alone
 from spec_tests.programs.laws import footprint
+from spec_tests.programs.scene import Scene
+from spec_tests.programs.stepped import Divided, Stepped
 from spec_tests.rig import judge
 from spec_tests.rig.clause import clauses
+from spec_tests.rig.judge.tolerance import rounding
 
 clause = clauses(needs=("sharded_optimizer",), level="correct", worlds=(2, 3))
+GROUPED = f"{TOY} adamw own-options"
 BOTH = ("sharded_optimizer", "full_optimizer_state")
 PAPER = "Rajbhandari et al. 2020, section 5.1; nanotron issue 37"
 PORTABLE = "ZeroRedundancyOptimizer.consolidate_state_dict and load_state_dict"
@@ -119,20 +113,18 @@ def test_no_rank_keeps_much_more_than_its_share(world):
     )
 
 
-def full_state(ctx, toy):
+def state_alone(scene):
+    """The state dict of the plain optimizer after three steps."""
+    stepped = Stepped(Scene.of(scene))
+    stepped.follow(parsed(steps(1, 2, 3)))
+    return stepped.state()
+
+
+def full_state(ctx, scene):
     """What `full_optimizer_state` gives after three steps, flat; and of which groups."""
-    run = Run(sharded(ctx), toy=toy, groups=matrices_and_the_rest)
-    run.steps(1, 2, 3)
-    return described(ctx.impl.full_optimizer_state(run.optimizer))
-
-
-def matrices_and_the_rest(parameters):
-    """Two groups, whose parameters alternate in the model."""
-    every = parameters.values()
-    return [
-        {"params": [p for p in every if p.dim() > 1]},
-        {"params": [p for p in every if p.dim() < 2], "weight_decay": 0.0, "lr": 0.5},
-    ]
+    stepped = Divided(ctx, Scene.of(scene))
+    stepped.follow(parsed(steps(1, 2, 3)))
+    return described(stepped.state())
 
 
 def described(state):
@@ -157,66 +149,41 @@ def test_the_full_state_is_the_unsharded_optimizers(world):
     Numbers of parameters count over all groups, as in torch.optim; values, counters and options
     are those of the plain optimizer after the same steps.
     """
-    toy = fitting(world)
-    ranks = world.run(full_state, toy)
+    ranks = world.run(full_state, GROUPED)
 
-    run = Run(plain, toy=toy, groups=matrices_and_the_rest)
-    run.steps(1, 2, 3)
-    expected = described(run.optimizer.state_dict())
+    expected = described(state_alone(GROUPED))
     judge.equal([rank["groups"] for rank in ranks], expected["groups"], quantity="param_groups")
     judge.tensors(
         [rank["tensors"] for rank in ranks],
         expected["tensors"],
         quantity="state of the unsharded optimizer",
-        within=tolerance("adamw", torch.float32, num_steps=4),
+        within=rounding(torch.float32, terms=8, depth=4),
     )
-
-
-def with_exports(ctx, toy):
-    """Weights of a run whose full state is taken before the first step and after each."""
-    run = Run(sharded(ctx), toy=toy)
-    ctx.impl.full_optimizer_state(run.optimizer)
-    for number in range(1, 4):
-        run.step(number)
-        ctx.impl.full_optimizer_state(run.optimizer)
-    return run.seen
 
 
 @clause(
     "zero1.state.export-is-inert",
+    judges=("sharded_optimizer",),
     needs=BOTH,
     source="contract: inert; "
     "pytorch issue 164929: an optimizer is stepped to learn what its state will be",
     worlds=(2,),
 )
-def test_taking_the_full_state_changes_nothing(world):
+def test_taking_the_full_state_changes_nothing(world, subject):
     """Taking the full state, before the first step too, MUST NOT change what training does."""
-    toy = fitting(world)
-    like_unsharded(world.run(with_exports, toy), Run.steps, 1, 2, 3, toy=toy)
+    program = f"save, {steps(1)}, save, {steps(2)}, save, {steps(3)}, save"
+    same_as_alone(world, subject, f"{TOY} adamw: {program}")
 
 
-def continued(run, state):
-    """Weights after three further steps from a given state dict."""
-    run.module.load_state_dict(state["model"])
-    run.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
-    return run.steps(3, 4, 6)
+BEGUN, GO_ON = f"{steps(1, 2)}, save", f"load copied, {steps(3, 4, 6)}"
 
 
-def continued_in_ranks(ctx, state, toy):
-    """The same with the sharded optimizer; whatever was there before must not matter."""
-    run = Run(sharded(ctx), toy=toy, groups=matrices_and_the_rest)
-    run.steps(5)
-    run.seen.clear()
-    return continued(run, state)
-
-
-def saved(toy):
-    """Model and plain optimizer after two steps with options that are not the constructor's."""
-    run = Run(plain, toy=toy, groups=matrices_and_the_rest)
-    for group in run.optimizer.param_groups:
-        group["lr"] *= 0.25
-    run.steps(1, 2)
-    return {"model": run.module.state_dict(), "optimizer": run.optimizer.state_dict()}
+def goes_on(ctx, scene, saved):
+    """Weights of a run that goes on from what was saved; what it held before must not matter."""
+    stepped = Divided(ctx, Scene.of(scene))
+    stepped.follow(parsed(steps(5)))
+    stepped.saved = saved
+    return stepped.follow(parsed(GO_ON))
 
 
 @clause("zero1.state.resumes-at-any-size", source="contract: load; " + PORTABLE, worlds=(1, 2, 3))
@@ -226,11 +193,12 @@ def test_it_goes_on_from_the_unsharded_optimizers_state(world):
     That is what another world size saved, by the clause on the full state. Moments, counters and
     options take effect at the first step; what the optimizer held before is gone.
     """
-    toy = fitting(world)
-    state = saved(toy)
-    ranks = world.run(continued_in_ranks, state, toy)
+    begun = f"rate 0.5, {BEGUN}"
+    alone = Stepped(Scene.of(GROUPED))
+    before = alone.follow(parsed(begun))
+    ranks = world.run(goes_on, GROUPED, alone.saved)
 
-    like_unsharded(ranks, continued, state, toy=toy, groups=matrices_and_the_rest)
+    judge_updates([before + seen for seen in ranks], f"{GROUPED}: {begun}, {GO_ON}")
 
 
 @clause("zero1.state.divided-after-load", source="contract: divided-after-load; " + PAPER)
@@ -243,29 +211,26 @@ def test_a_loaded_state_is_divided_as_well(world):
     divided(world.run(bytes_of_state, True), "after load_state_dict")
 
 
-def round_trip(ctx, toy):
+def round_trip(ctx, scene):
     """Weights of a run that goes on in a new optimizer from the full state of the first."""
-    first = Run(sharded(ctx), toy=toy)
-    first.steps(1, 2)
-    second = Run(sharded(ctx), toy=toy)
-    second.module.load_state_dict(first.module.state_dict())
-    second.optimizer.load_state_dict(ctx.impl.full_optimizer_state(first.optimizer))
-    second.seen = first.seen
-    return second.steps(3, 4)
+    first, second = (Divided(ctx, Scene.of(scene)) for _ in range(2))
+    before = first.follow(parsed(BEGUN))
+    second.saved = first.saved
+    return before + second.follow(parsed(GO_ON))
 
 
 @clause("zero1.state.round-trip", needs=BOTH, source="contract: load, unsharded; " + PORTABLE)
 def test_its_own_full_state_loads(world):
     """A run that goes on from its own full state MUST give the weights of an uninterrupted one."""
-    toy = fitting(world)
-    like_unsharded(world.run(round_trip, toy), Run.steps, 1, 2, 3, 4, toy=toy)
+    scene = f"{TOY} adamw"
+    judge_updates(world.run(round_trip, scene), f"{scene}: {BEGUN}, {GO_ON}")
 
 
-def own_state_dict(ctx, toy):
+def own_state_dict(ctx, scene):
     """`state_dict()` without any consolidation: tensors by name, or the error."""
-    run = Run(sharded(ctx), toy=toy)
-    run.steps(1, 2, 3)
-    state_dict = run.optimizer.state_dict
+    stepped = Divided(ctx, Scene.of(scene))
+    stepped.follow(parsed(steps(1, 2, 3)))
+    state_dict = stepped.optimizer.state_dict
     try:
         state = state_dict()
     except Exception as error:
@@ -281,12 +246,10 @@ def own_state_dict(ctx, toy):
 )
 def test_a_state_dict_is_whole_or_an_error(world):
     """`state_dict()` MUST be whole or raise: a partial state would load without an error."""
-    toy = fitting(world)
-    ranks = world.run(own_state_dict, toy)
+    scene = f"{TOY} adamw"
+    ranks = world.run(own_state_dict, scene)
 
-    run = Run(plain, toy=toy)
-    run.steps(1, 2, 3)
-    expected = described(run.optimizer.state_dict())["tensors"]
+    expected = described(state_alone(scene))["tensors"]
     for rank, seen in enumerate(ranks):
         if not isinstance(seen, str):
             judge.holds(

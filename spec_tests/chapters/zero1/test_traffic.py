@@ -9,20 +9,23 @@ Large worlds: a step on many ranks sends what it does on two; state is one part 
 
 from __future__ import annotations
 
-import torch
 from torch import nn
 
 from spec_tests.chapters.zero1.runs import (
     DEPTH,
     OPTIMIZERS,
+    TOY,
     WIDTH,
-    Run,
-    fitting,
-    sharded,
+    deal_ones,
     state_bytes,
+    step_on_ones,
+    steps,
     wide,
 )
+from spec_tests.programs.calls import parsed
 from spec_tests.programs.laws import agreement, footprint, large_worlds, traffic
+from spec_tests.programs.scene import Scene
+from spec_tests.programs.stepped import Divided
 from spec_tests.rig import judge
 from spec_tests.rig.clause import clauses
 from spec_tests.rig.ranks.pretended import pretended
@@ -34,13 +37,12 @@ LAYER = (WIDTH + 1) * WIDTH
 PADDING = 2 * 16
 
 
-def third_step(ctx, toy):
+def third_step(ctx, scene):
     """What the third step of a toy sends. The first two may still be settling."""
-    run = Run(sharded(ctx), toy=toy)
-    run.steps(1, 2)
-    run.deal(3)
+    stepped = Divided(ctx, Scene.of(scene))
+    stepped.follow(parsed(f"{steps(1, 2)}, deal 3 all"))
     with ctx.recording() as recorder:
-        run.optimizer.step()
+        stepped.update()
     return recorder.log()
 
 
@@ -50,21 +52,14 @@ def wide_step(ctx, frozen):
     model[:frozen].requires_grad_(False)
     optimizer = _sharded(ctx, model)
     for _ in range(3):
-        _deal(model)
         with ctx.recording() as recorder:
-            optimizer.step()
+            step_on_ones(model, optimizer)
     return recorder.log()
 
 
 def _sharded(ctx, model):
     kind, options = OPTIMIZERS["adamw"]
-    return sharded(ctx)(model.parameters(), kind, **options)
-
-
-def _deal(model):
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.grad = torch.ones_like(parameter)
+    return ctx.impl.sharded_optimizer(model.parameters(), kind, **options)
 
 
 @clause("zero1.traffic.one-copy-per-step", source="contract: one-copy; " + VOLUME)
@@ -134,13 +129,13 @@ def test_a_step_sends_a_few_messages(world):
 )
 def test_all_ranks_issue_the_same_collectives(world):
     """All ranks MUST issue the same collectives in a step, whoever owns what."""
-    agreement.same_collectives(world.run(third_step, fitting(world)), given="third step")
+    agreement.same_collectives(world.run(third_step, f"{TOY} adamw"), given="third step")
 
 
 def bytes_that_stay(ctx):
     """Bytes that construction and two steps leave behind; gradients are older."""
     model = wide()
-    _deal(model)
+    deal_ones(model)
     with ctx.recording() as recorder:
         optimizer = _sharded(ctx, model)
         optimizer.step()
@@ -184,14 +179,11 @@ def equal_layers():
 def one_rank(ctx, rank, num_ranks):
     """What `rank` of `num_ranks` sends in its second step."""
     model = equal_layers()
-    kind, options = OPTIMIZERS["adamw"]
     with pretended(rank, num_ranks):
-        optimizer = sharded(ctx)(model.parameters(), kind, **options)
+        optimizer = _sharded(ctx, model)
         for _ in range(2):
-            for parameter in model.parameters():
-                parameter.grad = torch.ones_like(parameter)
             with ctx.recording() as recorder:
-                optimizer.step()
+                step_on_ones(model, optimizer)
     return recorder.log()
 
 

@@ -129,9 +129,9 @@ class SweepsItsStep(Patched):
     """
 
     module = "solution.checkpoint.save"
-    find = "                shutil.rmtree(temporary, ignore_errors=True)"
-    replace = """                for path in root.glob(f"*{self.step}*"):
-                    shutil.rmtree(path, ignore_errors=True)"""
+    find = "            shutil.rmtree(temporary, ignore_errors=True)"
+    replace = """            for path in root.glob(f"*{step}*"):
+                shutil.rmtree(path, ignore_errors=True)"""
 
 
 @near_miss("checkpoint.attempts-as-words", rejected_by="checkpoint.save.again-and-again")

@@ -35,9 +35,9 @@ class GoesOnWhereTheOptimizerWas(Patched):
     """
 
     module = "solution.trainer"
-    find = "rate = self.lr(finished)  #"
-    replace = """steps = [int(s["step"]) for s in self.optimizer.state.values() if "step" in s]
-            rate = self.lr(max(steps, default=finished))  #"""
+    find = "rate = lr(step - 1)  #"
+    replace = """taken = [int(s["step"]) for s in optimizer.state.values() if "step" in s]
+                rate = lr(max(taken, default=step - 1))  #"""
 
 
 @near_miss("training.world-for-group", rejected_by="training.gradient.in-a-group")
@@ -64,8 +64,8 @@ class ClearsWhatItUpdates(Patched):
     """
 
     module = "solution.trainer"
-    find = "        self.model.zero_grad(set_to_none=True)"
-    replace = "        return"
+    find = "    model.zero_grad(set_to_none=True)"
+    replace = "    return"
 
 
 @near_miss("training.zero-is-no-bound", rejected_by="training.clip.to-nothing")
@@ -77,8 +77,8 @@ class ZeroIsNoBound(Patched):
     """
 
     module = "solution.trainer"
-    find = "if self.max_norm is not None:"
-    replace = "if self.max_norm:"
+    find = "if max_norm is not None:"
+    replace = "if max_norm:"
 
 
 @near_miss("training.ends-with-its-rates", rejected_by="training.rate.that-ends")
@@ -90,8 +90,7 @@ class EndsWithItsRates(Patched):
     """
 
     module = "solution.trainer"
-    find = """        for finished in range(steps):
-            records += [trainer.step(finished)]
-"""
-    replace = """        records.extend(map(trainer.step, range(steps)))
-"""
+    find = "rate = lr(step - 1)  #"
+    replace = """rate = next(map(lr, [step - 1]), None)
+                if rate is None:
+                    return  #"""

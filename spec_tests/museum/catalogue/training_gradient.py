@@ -330,10 +330,10 @@ class ShardsOwnNorm(Patched):
     """
 
     module = "solution.trainer"
-    find = "norm = clip.total_norm(self.model.parameters())"
+    find = "norm = clip.total_norm(model.parameters())"
     replace = (
         "norm = torch.nn.utils.get_total_norm([g.to_local() if hasattr(g, 'to_local') else g "
-        "for p in self.model.parameters() if (g := p.grad) is not None])"
+        "for p in model.parameters() if (g := p.grad) is not None])"
     )
 
 
@@ -351,4 +351,4 @@ class OwnLossDecides(Patched):
 
     module = "solution.trainer"
     find = "if not math.isfinite(loss) or num_bad:"
-    replace = "if not math.isfinite(loss_sum.item()) or num_bad:"
+    replace = "if not math.isfinite(own.item()) or num_bad:"

@@ -162,8 +162,8 @@ class NoCompensation(Patched):
     """
 
     module = "solution.trainer"
-    find = "scale=self.ranks.size / count"
-    replace = "scale=1 / count"
+    find = "scale = ranks.size / count"
+    replace = "scale = 1 / count"
 
 
 @near_miss("training.patched-leftovers", rejected_by="training.gradient.leftovers-do-not-count")
@@ -175,8 +175,8 @@ class Leftovers(Patched):
     """
 
     module = "solution.trainer"
-    find = "self._drop_gradients()  # what the caller left behind"
-    replace = "pass  # what the caller left behind"
+    find = "    _drop_gradients(model, optimizer)\n    try:"
+    replace = "    try:"
 
 
 @near_miss("training.patched-own-loss", rejected_by="training.records.loss")
@@ -189,7 +189,7 @@ class PatchedOwnLoss(Patched):
 
     module = "solution.trainer"
     find = "loss = total / count"
-    replace = "loss = loss_sum.item() / count"
+    replace = "loss = own.item() / count"
 
 
 @near_miss("training.norm-after-clipping", rejected_by="training.records.norm-before-clipping")

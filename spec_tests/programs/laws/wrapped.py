@@ -8,7 +8,6 @@ in the gradient.
 
     backward N          forward, synchronised backward and finish of micro-batch N
     unfinished N        the same without the finish
-    twice N             one forward and two backwards of it, without the finish
     accumulate N        forward and backward whose gradients stay on this rank
     evaluate N          forward without gradients
     forward N           forward alone: the latest moment for an error of an earlier call
@@ -80,22 +79,9 @@ class WrappedToy(ABC):
         self.loss(micro, **flags).backward()
         self.finish()
 
-    def by_keyword(self, micro: int = 0, **flags: Any) -> None:
-        """As `backward`, with the inputs and flags as keyword arguments of the model."""
-        model = self.wrapped if self.called is None else self.called
-        output = model(x=self.batch(micro), **flags)
-        (self.ctx.world_size * sum_of_squares(output)).backward()
-        self.finish()
-
     def unfinished(self, micro: int = 0, **flags: Any) -> None:
         """Forward and synchronised backward of a micro-batch, without the finish after it."""
         self.loss(micro, **flags).backward()
-
-    def twice(self, micro: int = 0, **flags: Any) -> None:
-        """Forward of a micro-batch and two synchronised backwards, without the finish."""
-        loss = self.loss(micro, **flags)
-        loss.backward(retain_graph=True)
-        loss.backward()
 
     @abstractmethod
     def accumulate(self, micro: int = 0, **flags: Any) -> None:
@@ -178,8 +164,8 @@ def outstanding(calls: str, rank: int) -> list[tuple[int, dict[str, str]]]:
     for name, arguments, flags in spelled_out(calls, rank):
         if name == "zero_grad":
             found = []
-        elif name in ("backward", "by_keyword", "unfinished", "accumulate", "twice"):
-            found += [(arguments[0], flags)] * (2 if name == "twice" else 1)
+        elif name in ("backward", "unfinished", "accumulate"):
+            found.append((arguments[0], flags))
         elif name == "note":
             break
     return found

@@ -2,6 +2,7 @@
 
 The cause of a failed clause is what the message of its first decisive case shows: the line of the
 judged code that raised, the diagnosis of a wrong value, or the line at which ranks were blocked.
+Where that line only called a model of the suite, which raised, the words of the error count, too.
 What one function fails with the same symptom is one cause; nothing else is joined, and two
 functions never share a cause. A diagnosis that names several causes, as two ranks often leave it,
 belongs to the one of them that another clause names alone. Findings without a diagnosis are joined
@@ -9,12 +10,13 @@ where they say the same of other tensors, with other numbers; they explain nothi
 (`Cause.is_explained`).
 
 Of which kind the fault of a function is, all that the function fails says together (`diagnosis`).
-The first of its causes says so, but for what raised or differs from run to run: there the error, or
-the difference, is all that is known.
+The first of its causes that has a clause of that kind says so, but for what raised or differs from
+run to run: there the error, or the difference, is all that is known.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -162,15 +164,29 @@ _SAYS_ALL = ("raised", "differs", "error")
 
 
 def _name(own: Sequence[Cause], passed: Collection[str], without: Collection[str]) -> None:
-    """Say of which kind the fault of a function is, in the first cause that leaves it open."""
+    """Say of which kind the fault of a function is, in the first cause that speaks of it.
+
+    A function may have several faults. A family of which the clauses of no open cause speak is told
+    with the other one of two, or not at all.
+    """
     open_ones = [cause for cause in own if cause.kind not in _SAYS_ALL]
-    shown = {cell.clause: _symptom(cell) for cause in open_ones for cell in cause.cells}
+    each = [{cell.clause: _symptom(cell) for cell in cause.cells} for cause in open_ones]
+    shown = {clause: symptom for of_one in each for clause, symptom in of_one.items()}
     if not shown or len(shown) + len(passed) < FEW_JUDGED:
         return
-    first = open_ones[0]
-    first.families = families().named(shown, without=without)
+    kinds = families()
+    named = kinds.named(shown, without=without)
+    at = [
+        next((c for c, s in zip(open_ones, each, strict=True) if kinds.is_spoken_of(f, s)), None)
+        for f in named
+    ]
+    first = next(filter(None, at), None)
+    if first is None:
+        return
+    for family, cause in zip(named, at, strict=True):
+        (cause or first).families += (family,)
     like = dictionary().like(shown, passed, without=without) if len(open_ones) == len(own) else ""
-    first.like = like if first.families == (family_of().get(like),) else ""
+    first.like = like if named == (family_of().get(like),) else ""
 
 
 def _symptom(cell: Cell) -> str:
@@ -201,6 +217,10 @@ def _shown(cell: Cell) -> tuple[Any, ...]:
         words, kind = raised[1], raised[1].partition(":")[0]
         if not place:
             return words, ("raised", words)
+        if _is_in_a_model(message):
+            alike = _OF_ONE_RUN.sub("", words)
+            text = f"a module that {place} calls raises {words}"
+            return text, ("raised", words), ("raised", alike, place)
         return f"{place} raises {words}", ("raised", words), ("raised", kind, place)
     stopped = cell.outcome in (Outcome.HANG, Outcome.DIED) and place
     at = [(str(cell.outcome), place)] if stopped else []
@@ -218,6 +238,14 @@ def _place(message: str) -> str:
     """`file.py:12`, the innermost line of a traceback or stack that is the implementation's own."""
     own = [f"{Path(file).name}:{line}" for file, line in FRAME.findall(message) if is_own(file)]
     return own[-1] if own else ""
+
+
+def _is_in_a_model(message: str) -> bool:
+    """Whether the implementation's innermost line called code of a model that the suite made."""
+    files = [file for file, _ in FRAME.findall(message)]
+    below = itertools.takewhile(lambda file: not is_own(file), reversed(files))
+    inside = [file.rpartition("/spec_tests/")[2] for file in below if "/spec_tests/" in file]
+    return any(file == "rig/toys.py" or not file.startswith("rig/") for file in inside)
 
 
 def is_own(file: str) -> bool:

@@ -208,6 +208,12 @@ class Families:
     clauses: dict[str, str]
     symptoms: dict[str, str]
 
+    def is_spoken_of(self, family: str, failed: Mapping[str, str]) -> bool:
+        """Return whether one of these failed clauses, or its symptom, speaks of a family."""
+        of_clauses = [self.clauses.get(clause, "") for clause in failed]
+        of_symptoms = [self.symptoms.get(symptom, "") for symptom in failed.values()]
+        return family in " ".join(of_clauses + of_symptoms).split()
+
     def named(self, failed: Mapping[str, str], *, without: Collection[str] = ()) -> tuple[str, ...]:
         """Return the family of a fault that fails these clauses, or two, or none: see `ONE`."""
         odds = self.odds(failed, without=without)

@@ -1,7 +1,7 @@
 """`python -m spec_tests kills [--runs 50] [--seed 0]`: kill ranks, compare with no kill.
 
 Each run is two ranks under `torchrun --max-restarts=1` that train for 40 steps and save after every
-third, half of the runs in the background. One rank, drawn at random, is killed with SIGKILL at a
+third. One rank, drawn at random, is killed with SIGKILL at a
 random moment: while it starts, between steps, inside a step, during a save. torchrun starts both
 ranks anew, and they go on from the newest save. Held against a run that nobody disturbed:
 
@@ -45,7 +45,6 @@ FLAGS = (
     *(*SMALL, "--steps", STEPS, "--save-every", SAVE_EVERY),
     *("--data", "../data", "--out", ".", "--checkpoint-dir", "saved"),
 )
-MODES = ("--no-async-save", "--async-save")
 NAME = "ddp_bucketed"
 DECISIVE = ("step", "loss", "lr", "grad_norm", "tokens")
 """What a log line says about the step and not about the machine."""
@@ -81,7 +80,7 @@ def undisturbed(folder: Path) -> Whole:
     """Return the run with which the others are compared."""
     folder.mkdir()
     begun = time.perf_counter()
-    with _agent(folder, max_restarts=0, mode=MODES[0]) as agent:
+    with _agent(folder, max_restarts=0) as agent:
         after_steps(agent, folder, 1, NAME)
         first_s = time.perf_counter() - begun
         after_steps(agent, folder, STEPS, NAME)
@@ -98,11 +97,11 @@ def left_behind(folder: Path, *pace: float) -> Whole:
     return Whole(weights, _log(folder), *pace)
 
 
-def disturb(kill: Kill, whole: Whole, folder: Path, mode: str) -> list[str]:
+def disturb(kill: Kill, whole: Whole, folder: Path) -> list[str]:
     """Train, kill, let torchrun restart; return what is wrong with what is left."""
     folder.mkdir()
     saved = folder / "saved"
-    with _agent(folder, max_restarts=1, mode=mode) as agent:
+    with _agent(folder, max_restarts=1) as agent:
         pid = _kill(agent, kill, whole, folder)
         complaints = torn(saved)
         try:
@@ -121,9 +120,9 @@ def disturb(kill: Kill, whole: Whole, folder: Path, mode: str) -> list[str]:
     return complaints
 
 
-def _agent(folder: Path, *, max_restarts: int, mode: str) -> Any:
+def _agent(folder: Path, *, max_restarts: int) -> Any:
     options = ("--standalone", f"--nproc-per-node={NUM_RANKS}", f"--max-restarts={max_restarts}")
-    return torchrun(options, DDP, (*FLAGS, mode), folder=folder)
+    return torchrun(options, DDP, FLAGS, folder=folder)
 
 
 def _kill(agent: Started, kill: Kill, pace: Whole, folder: Path) -> int:
@@ -201,7 +200,7 @@ def main(arguments: Sequence[str]) -> int:
         write_shards(place / "data", 3000)
         whole = undisturbed(place / "whole")
         for number, kill in enumerate(plan(options.runs, options.seed)):
-            complaints = disturb(kill, whole, place / f"run{number}", MODES[number % 2])
+            complaints = disturb(kill, whole, place / f"run{number}")
             said = f"rank {kill.rank} at {kill.moment:.2f}: {'; '.join(complaints) or 'equal'}"
             sys.stderr.write(f"{number + 1}/{options.runs} {said}\n")
             wrong += [said] if complaints else []

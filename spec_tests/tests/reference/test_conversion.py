@@ -12,6 +12,35 @@ from spec_tests.tests.reference.launch import solution
 transformers: Any = pytest.importorskip("transformers")
 
 SIZES = {"vocab_size": 101, "max_sequence_length": 32, "num_layers": 3}
+THEIR_NAMES = {
+    "GPT2Config": {
+        "blocks": "transformer.h",
+        "token_embedding": "transformer.wte",
+        "position_embedding": "transformer.wpe",
+        "final_norm": "transformer.ln_f",
+        "attention_norm": "ln_1",
+        "attention.qkv": "attn.c_attn",
+        "attention.out": "attn.c_proj",
+        "mlp_norm": "ln_2",
+        "mlp.up": "mlp.c_fc",
+        "mlp.down": "mlp.c_proj",
+    },
+    "LlamaConfig": {
+        "blocks": "model.layers",
+        "token_embedding": "model.embed_tokens",
+        "final_norm": "model.norm",
+        "attention_norm": "input_layernorm",
+        "attention.query": "self_attn.q_proj",
+        "attention.key": "self_attn.k_proj",
+        "attention.value": "self_attn.v_proj",
+        "attention.out": "self_attn.o_proj",
+        "mlp_norm": "post_attention_layernorm",
+        "mlp.gate": "mlp.gate_proj",
+        "mlp.up": "mlp.up_proj",
+        "mlp.down": "mlp.down_proj",
+    },
+}
+"""Words of our parameters' names to theirs, by the kind of our config."""
 
 
 def gpt2():
@@ -49,9 +78,21 @@ def llama():
     return transformers.LlamaForCausalLM(theirs), ours
 
 
+def their_name(name, config):
+    """Their name of a parameter of ours."""
+    for ours, theirs in THEIR_NAMES[type(config).__name__].items():
+        name = name.replace(ours, theirs)
+    return name
+
+
+def turned(tensor, name):
+    """A weight of theirs as ours: their GPT-2's Conv1D holds `[in, out]`."""
+    is_conv = name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight"))
+    return tensor.t().contiguous() if is_conv else tensor
+
+
 def compared(ctx, models):
-    """How far the logits are apart, of what size; whether weights come back; what is refused."""
-    names = solution("models.hugging_face")
+    """How far the logits are apart, and of what size they are."""
     theirs, config = models()
     torch.manual_seed(1)
     theirs = theirs.double().eval()
@@ -62,7 +103,9 @@ def compared(ctx, models):
             p.normal_(0, 0.3) if p.ndim > 1 else p.uniform_(0.5, 1.5)
     state = theirs.state_dict()
     ours = solution("models.families").build(config).double()
-    ours.load_state_dict(names.from_hugging_face_state_dict(state, config))
+    names = {name: their_name(name, config) for name in ours.state_dict()}
+    assert set(names.values()) == set(state)
+    ours.load_state_dict({name: turned(state[key], key) for name, key in names.items()})
     ids = torch.randint(0, 101, (2, 24))
     # Theirs normalises in float32 whatever the model's dtype; here the rest shall be seen.
     with mock.patch.object(
@@ -71,22 +114,12 @@ def compared(ctx, models):
         lambda self, x: F.rms_norm(x, self.weight.shape, self.weight, self.variance_epsilon),
     ):
         expected, got = theirs(ids).logits, ours(ids)
-    back, refusals = names.to_hugging_face_state_dict(ours), []
-    is_back = back.keys() == state.keys() and all(torch.equal(back[k], v) for k, v in state.items())
-    for name in ("lm_head.weight", next(k for k in back if "norm" in k or "ln_" in k)):
-        other = {k: v for k, v in back.items() if k != name} | {"unknown." + name: back[name]}
-        with pytest.raises(ValueError) as refusal:
-            names.from_hugging_face_state_dict(other, config)
-        refusals.append(str(refusal.value))
-    return (expected - got).abs().max().item(), expected.abs().max().item(), is_back, refusals
+    return (expected - got).abs().max().item(), expected.abs().max().item()
 
 
 @pytest.mark.parametrize("models", [gpt2, llama])
-def test_logits_and_weights_are_theirs_and_a_key_too_many_or_too_few_is_named(in_rank, models):
-    difference, size, is_back, refusals = in_rank(compared, models)
+def test_logits_are_theirs(in_rank, models):
+    difference, size = in_rank(compared, models)
 
     # float64; three layers of sums of at most 256 terms lose a few hundred units, not millions.
     assert difference <= 1e-12 * size
-    assert is_back, "weights come back bit for bit under their names"
-    assert len(refusals) == 2
-    assert all("unknown." in text for text in refusals)

@@ -12,7 +12,7 @@ from urllib.parse import unquote
 
 import pytest
 
-from spec_tests.tests.reference.launch import run, run_ranks
+from spec_tests.tests.reference.launch import run
 from spec_tests.tests.reference.training import shard
 
 pytest.importorskip("huggingface_hub")
@@ -102,8 +102,8 @@ def downloads(hub):
     return [n for method, n in hub.requests if method == "GET" and n.endswith(".bin")]
 
 
-def fetch(hub, tmp_path, *flags, how=run, **expected):
-    """Run the command; `how` may be `run_ranks`."""
+def fetch(hub, tmp_path, *flags, **expected):
+    """Run the command."""
     environment = {
         "HF_ENDPOINT": hub.endpoint,
         "HF_HOME": str(tmp_path / "home"),
@@ -113,7 +113,7 @@ def fetch(hub, tmp_path, *flags, how=run, **expected):
     }
     hub.requests.clear()
     flags, place = ("--hub", "--out", tmp_path / "out", *flags), {"folder": tmp_path}
-    return how("solution.data.prepare", *flags, environment=environment, **place, **expected)
+    return run("solution.data.prepare", *flags, environment=environment, **place, **expected)
 
 
 def arrived(tmp_path):
@@ -131,8 +131,8 @@ def test_shards_arrive_bit_for_bit_and_are_asked_for_once(hub, tmp_path):
     meta = json.loads((tmp_path / "out/meta.json").read_text())
     assert meta["vocab_size"] == 50257
     assert meta["shards"] == {VAL: 3000, FIRST: 3000}
-    assert "fetched 2 shards" in first.out
-    assert "reused" in again.out
+    assert "2 shards, 3,000 train and 3,000 val tokens" in first.out
+    assert again.out.split(" in ")[0] == first.out.split(" in ")[0]
 
 
 def test_a_broken_connection_and_a_damaged_file_are_mended(hub, tmp_path):
@@ -154,23 +154,6 @@ def test_an_interrupted_download_goes_on_where_it_stopped(hub, tmp_path):
 
     assert downloads(hub) == [VAL, SECOND]
     assert arrived(tmp_path) == hub.files
-
-
-def test_of_two_ranks_the_first_one_downloads(hub, tmp_path):
-    ranks = fetch(hub, tmp_path, how=run_ranks)
-
-    assert downloads(hub) == [VAL, FIRST]
-    assert "fetched 2 shards" in ranks[0].out
-    assert ranks[1].out == ""
-
-
-def test_a_failed_download_ends_every_rank(hub, tmp_path):
-    hub.files.clear()
-
-    ranks = fetch(hub, tmp_path, how=run_ranks, status=2)
-
-    assert VAL in ranks[0].err
-    assert "first rank" in ranks[1].err
 
 
 def test_what_is_no_shard_is_refused(hub, tmp_path):

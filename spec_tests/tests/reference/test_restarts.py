@@ -17,7 +17,7 @@ import torch
 from torch.distributed.run import get_args_parser
 
 from spec_tests.tests.reference import kills
-from spec_tests.tests.reference.kills import FLAGS, MODES, Whole
+from spec_tests.tests.reference.kills import FLAGS, Whole
 from spec_tests.tests.reference.launch import (
     HAS_PROC,
     ROOT,
@@ -57,11 +57,8 @@ def unstopped(data, tmp_path_factory):
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=lambda number: number.name)
-@pytest.mark.parametrize("mode", ["--no-async-save", "--async-save"])
-def test_a_run_that_was_stopped_goes_on_to_the_same_weights(
-    data, unstopped, tmp_path, number, mode
-):
-    arguments = flags(data, tmp_path, mode)
+def test_a_run_that_was_stopped_goes_on_to_the_same_weights(data, unstopped, tmp_path, number):
+    arguments = flags(data, tmp_path)
     started = start(BASELINE, arguments, folder=tmp_path)
     after_steps(started, tmp_path, 3)
     os.kill(started.pid, number)
@@ -111,7 +108,7 @@ def whole(place):
     """What two ranks leave behind that nobody disturbs, and no agent has started."""
     folder = place / "whole"
     folder.mkdir()
-    run_ranks(DDP, *FLAGS, MODES[0], folder=folder)
+    run_ranks(DDP, *FLAGS, folder=folder)
     return kills.left_behind(folder)
 
 
@@ -125,9 +122,7 @@ def test_killed_then_told_to_stop_a_run_ends_with_the_same_bits(place, whole):
     folder = place / "disturbed"
     folder.mkdir()
     options = ("--standalone", "--nproc-per-node=2", "--max-restarts=1")
-    arguments = (*FLAGS, MODES[1])
-
-    with torchrun(options, DDP, arguments, folder=folder) as agent:
+    with torchrun(options, DDP, FLAGS, folder=folder) as agent:
         pids = agent.ranks_when_started(2)
         after_steps(agent, folder, LATER, kills.NAME)
         os.kill(pids[1], signal.SIGKILL)
@@ -136,7 +131,7 @@ def test_killed_then_told_to_stop_a_run_ends_with_the_same_bits(place, whole):
         os.kill(agent.pid, signal.SIGTERM)
         stopped = agent.wait()
         left = agent.close()
-    again = run_ranks(DDP, *arguments, folder=folder)
+    again = run_ranks(DDP, *FLAGS, folder=folder)
 
     assert left == [], "torchrun ended before its ranks did"
     assert starts(stopped) == 2, stopped
@@ -166,7 +161,7 @@ def node(folder, port, number):
         *options[: options.index("-m")],
         *("--nproc-per-node=1", f"--rdzv-endpoint=127.0.0.1:{port}", "--local-addr=127.0.0.1"),
     ]
-    return torchrun(options, DDP, (*FLAGS, MODES[0]), folder=folder, name=f"node{number}")
+    return torchrun(options, DDP, FLAGS, folder=folder, name=f"node{number}")
 
 
 @with_proc

@@ -26,7 +26,7 @@ def messages(ctx, folder: Path) -> dict[str, str]:
     for name in (*sorted(path.name for path in folder.iterdir()), "absent"):
         try:
             said[name] = f"read {len(solution('data.shards').Shard(folder / name))} tokens"
-        except ValueError as error:
+        except (ValueError, FileNotFoundError) as error:
             said[name] = str(error)
     return said
 

@@ -34,7 +34,7 @@ def declared(test: Callable[..., None]) -> Clause:
 
 
 MEAN = declared(test_gradients.test_every_rank_holds_the_mean_gradient)
-MEAN_CASE = {"world": 2, "subject": "ddp", "toy": "mlp"}
+MEAN_CASE = {"world": 2, "subject": "ddp", "situation": "mlp: backward 0"}
 RIGHT = """\
 from torch.nn.parallel import DistributedDataParallel
 def ddp(module, *, process_group=None):

@@ -76,7 +76,7 @@ MODES = test_construction.test_the_wrapper_passes_on_parameters_and_modes
 @pytest.mark.parametrize("subject", ["ddp", "ddp_bucketed"])
 @pytest.mark.parametrize(
     ("test", "parameters"),
-    [(CALLED, {"toy": "mlp"}), (TRAINED, {}), (MODES, {})],
+    [(CALLED, {"situation": "mlp: evaluate 0"}), (TRAINED, {}), (MODES, {})],
     ids=["called", "trained", "asked for a mode"],
 )
 def test_a_wrapper_that_is_no_module_is_judged_by_what_it_does(

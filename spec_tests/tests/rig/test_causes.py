@@ -179,3 +179,40 @@ def test_a_message_that_is_cut_keeps_the_frames_of_the_judged_code_and_its_end()
             cut = clip(without, limit).splitlines()
             assert (len(cut), cut[0]) == (limit, without.splitlines()[0])
             assert cut[-1] == without.splitlines()[-1]
+
+
+def test_errors_of_a_model_that_one_line_calls_are_causes_by_their_words():
+    toy = f'  File "{PACKAGE_ROOT}/rig/toys.py", line 36, in forward\n'
+    below = TRACE.replace("    dist.all_reduce(p.grad)\n", f"    return self.module(x)\n{toy}")
+    sizes = "RuntimeError: size mismatch, got input ({}), mat ({}x6)"
+    events = log(
+        failed("ddp.a.one", below, error=sizes.format(4, 4), line=12),
+        failed("ddp.a.two", below, error="RuntimeError: expected the same dtype", line=12),
+        failed("ddp.a.three", below, error=sizes.format(2, 2), line=12),
+    )
+    found = causes(events, "solution")
+    assert [cause.clauses for cause in found] == [["ddp.a.one", "ddp.a.three"], ["ddp.a.two"]]
+    assert found[0].text == f"a module that mine.py:12 calls raises {sizes.format(4, 4)}"
+
+
+def test_a_kind_of_fault_stands_at_a_cause_whose_clauses_speak_of_it(monkeypatch, known):
+    cast, late = WRONG.replace("summed", "cast"), WRONG.replace("summed", "late")
+    first = failed("ddp.a.none", cast)
+    told = {
+        cause.clauses[0]: cause.families
+        for cause in causes(enough(first, failed("ddp.a.one", WRONG)), "solution")
+    }
+    assert told == {"ddp.a.none": (), "ddp.a.one": ("wrong-divisor",)}
+    (cause,) = causes(enough(first), "solution")
+    assert (cause.families, cause.like) == ((), "")
+
+    monkeypatch.setattr(Families, "named", lambda *_, **__: ("wrong-divisor", "stale"))
+    apart = enough(first, failed("ddp.a.late", late), failed("ddp.b.other", WRONG))
+    told = {cause.clauses[0]: cause.families for cause in causes(apart, "solution")}
+    # Of the other one no clause speaks: it stays an alternative of the one that is told.
+    assert told["ddp.a.late"] == ("wrong-divisor", "stale")
+    apart = enough(first, failed("ddp.a.late", late), failed("ddp.a.one", WRONG))
+    known.clauses["ddp.a.one"] = "wrong-divisor"
+    told = {cause.clauses[0]: cause.families for cause in causes(apart, "solution")}
+    assert told["ddp.a.late"] == ("stale",)
+    assert told["ddp.a.one"] == ("wrong-divisor",)

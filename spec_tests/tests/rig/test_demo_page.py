@@ -6,7 +6,6 @@ The page belongs to the reference, which the suite does not import: it is drawn 
 from __future__ import annotations
 
 import json
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +16,9 @@ from spec_tests.tests.rig.browser import Visit, require_decent
 from spec_tests.tests.rig.demo_results import KINDS, STEPS, results
 from spec_tests.tests.rig.helpers import python
 
-pytestmark = [
-    pytest.mark.skipif(
-        not (REPOSITORY_ROOT / "solution" / "demo").is_dir(), reason="no reference beside the suite"
-    ),
-    pytest.mark.skipif(find_spec("matplotlib") is None, reason="needs matplotlib, the extra plots"),
-]
+pytestmark = pytest.mark.skipif(
+    not (REPOSITORY_ROOT / "solution" / "demo").is_dir(), reason="no reference beside the suite"
+)
 
 
 def drawn(folder: Path, found: dict[str, Any]) -> Path:
@@ -40,12 +36,11 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_page_is_decent_with_every_part_and_with_few(file: Path, tmp_path: Path, browser):
     require_decent(browser, file)
-    found = results(conformance=None)
+    found = results()
     for run in found["runs"]:
         run["timeline"] = []
     visit = require_decent(browser, drawn(tmp_path, found))
     headings = visit.page.locator("h2").all_inner_texts()
-    assert "Conformance" not in headings
     assert "One step, as it happened" not in headings
 
 
@@ -53,8 +48,6 @@ def test_the_page_is_decent_with_every_part_and_with_few(file: Path, tmp_path: P
 def test_every_text_of_the_demonstration_can_be_read(file: Path, browser, scheme: str):
     visit = Visit(browser, file, color_scheme=scheme)
     assert visit.faint() == {}
-    ink = visit.page.locator("svg text").first.evaluate("n => getComputedStyle(n).fill")
-    assert ink == visit.page.evaluate("getComputedStyle(document.body).color")
 
 
 def test_every_part_is_there_and_drawn(file: Path, browser):
@@ -65,13 +58,12 @@ def test_every_part_is_there_and_drawn(file: Path, browser):
         "Memory of a rank",
         "Traffic of a step",
         "One step, as it happened",
-        "Conformance",
     ]
-    # Two charts of curves, one of memory, and a time line of all but the control.
-    assert page.locator("svg[role=img]").count() == 3 + len(KINDS) - 1
+    # Two charts of curves, and a time line of all but the control.
+    assert page.locator("svg[role=img]").count() == 2 + len(KINDS) - 1
     assert page.evaluate("""() => [...document.querySelectorAll("svg[role=img]")].every((svg) => {
         const frame = svg.getBoundingClientRect();
-        const drawn = [...svg.querySelectorAll("g > path, text")];
+        const drawn = [...svg.querySelectorAll("polyline, rect")];
         return frame.height > 30 && drawn.every((node) => {
             const box = node.getBoundingClientRect();
             return box.left >= frame.left - 1 && box.right <= frame.right + 1 &&
@@ -81,42 +73,32 @@ def test_every_part_is_there_and_drawn(file: Path, browser):
 
 
 def test_the_curves_lie_on_one_line_and_have_a_point_per_step(file: Path, browser):
-    curves = Visit(browser, file).page.locator("svg").first.locator("g[id^=curve] path")
-    points = curves.evaluate_all("nodes => nodes.map(node => node.getAttribute('d'))")
+    page = Visit(browser, file).page
+    curves = page.locator("svg[role=img]").first.locator("polyline")
+    points = curves.evaluate_all("nodes => nodes.map(node => node.getAttribute('points'))")
     assert len(points) == len(KINDS)
     assert len(set(points)) == 1, "the results have equal losses"
-    assert points[0].count("L") + 1 == STEPS
-    looks = curves.evaluate_all(
-        "ns => ns.map(n => n.style.stroke + n.style.strokeDasharray + n.style.strokeWidth)"
-    )
+    assert len(points[0].split()) == STEPS
+    named = [curves, page.locator(".legend path")]
+    look = "['stroke', 'stroke-dasharray', 'stroke-width'].map(a => n.getAttribute(a)).join()"
+    looks, legend = (each.evaluate_all(f"ns => ns.map(n => {look})") for each in named)
     assert len(set(looks)) == len(looks), "each can be told from the others"
+    assert looks == legend
 
 
-def test_runs_of_equal_differences_are_one_line_with_all_their_names(file: Path, browser):
-    runs = results()["runs"][1:]
-    chart = Visit(browser, file).page.locator("svg").nth(1)
-    assert chart.locator("g[id^=curve]").count() == len({(*run["differences"],) for run in runs})
-    said = " ".join(chart.locator("text").all_text_contents())
-    assert "PyTorch's DDP = ours, NO_SHARD" in said
-    assert all(run["title"] in said for run in runs)
-
-
-def test_the_charts_can_be_read_on_a_phone(file: Path, browser):
-    page = Visit(browser, file, viewport={"width": 420, "height": 800}).page
-    heights = page.locator("svg text").evaluate_all(
-        "ns => ns.map(n => parseFloat(getComputedStyle(n).fontSize) * n.getScreenCTM().a)"
-    )
-    sizes = [height for height in heights if height]
-    # An exponent is smaller than its base.
-    assert sum(size < 10 for size in sizes) <= 4, sorted(sizes)[:10]
+def test_differences_of_nothing_are_on_the_floor(file: Path, browser):
+    chart = Visit(browser, file).page.locator("svg[role=img]").nth(1)
+    points = chart.locator("polyline").evaluate_all("ns => ns.map(n => n.getAttribute('points'))")
+    heights = [{float(point.split(",")[1]) for point in curve.split()} for curve in points]
+    lowest = max(max(curve) for curve in heights)
+    for run, curve in zip(results()["runs"], heights, strict=True):
+        assert (curve == {lowest}) == (not any(run["differences"]))
 
 
 def test_the_time_line_shades_what_happened_at_once(file: Path, browser):
-    page = Visit(browser, file).page
-    line = page.get_by_role("img", name="One step of ours, FSDP:")
-    assert line.locator("text", has_text="rank 1 communication").count() == 1
+    line = Visit(browser, file).page.get_by_role("img", name="One step of ours, FSDP:")
     boxes = {
-        kind: line.locator(f"g[id^={kind}] path").evaluate_all(
+        kind: line.locator(f"g.{kind} rect").evaluate_all(
             "ns => ns.map(n => n.getBBox()).map(box => [box.x, box.width])"
         )
         for kind in ("compute", "communication", "overlap")
@@ -137,10 +119,6 @@ def test_what_is_wrong_is_said_in_words(tmp_path: Path, browser):
     assert "FAILED: expected equal curves <b>" in page.locator("header").inner_text()
     row = page.locator("tr", has=page.get_by_role("rowheader", name="ours, bucketed", exact=True))
     assert "differs" in row.all_inner_texts()[2], "its traffic"
-    clip = page.get_by_role("row", name="clip").inner_text()
-    assert "not run" in clip
-    assert "0 of 2" in clip
-    assert "1 declared" in clip
 
 
 def test_both_pages_wear_the_same_style():

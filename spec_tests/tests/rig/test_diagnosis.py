@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from spec_tests import museum
-from spec_tests.museum import signatures
+from spec_tests.museum import panel
 from spec_tests.rig import ledger
 from spec_tests.rig.judge.symptoms import Finding, explain
 from spec_tests.rig.outcomes import Outcome
@@ -221,8 +221,8 @@ def test_every_near_miss_has_a_signature_and_one_family():
 
 @pytest.mark.parametrize("name", ["clip.adds-norms", "data.strided"])
 def test_a_signature_taken_again_is_the_one_in_the_file(name: str):
-    found, seconds = signatures.take(museum.find(name), Worlds())
-    slow = {clause for clause, took in seconds.items() if took > signatures.SLOW_S}  # not asked
+    found, seconds = panel.take(museum.find(name), Worlds())
+    slow = {clause for clause, took in seconds.items() if took > panel.SLOW_S}  # not asked
     kept = {c: shown for c, shown in diagnosis.load().of[name].items() if c not in slow}
     assert {*found.items()} >= {*kept.items()} - {*_unstable(kept)}
 

@@ -16,7 +16,7 @@ from spec_tests.rig.ranks.world import Worlds
 
 CLAUSES = {clause.id: clause for clause in load_all()}
 MEAN = CLAUSES["ddp.gradients.mean"]
-CASE = {"subject": "ddp", "toy": "mlp"}
+CASE = {"subject": "ddp", "situation": "mlp: backward 0"}
 
 DDP = """
 import torch.distributed as dist

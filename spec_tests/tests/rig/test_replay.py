@@ -36,7 +36,7 @@ def note(worlds: Worlds, clause: Clause, impostor: str, **case: Any) -> str:
 
 def test_a_finding_that_gloo_shows_too_is_told_with_what_gloo_says(worlds: Worlds):
     clause = CLAUSES["ddp.gradients.mean"]
-    said = note(worlds, clause, "ddp.sum-for-mean", subject="ddp", toy="mlp")
+    said = note(worlds, clause, "ddp.sum-for-mean", subject="ddp", situation="mlp: backward 0")
     assert said.startswith("replayed on gloo: failed as well: rank 0, 'first.weight'")
 
 
@@ -68,7 +68,7 @@ def test_what_passes_is_not_replayed(worlds: Worlds, monkeypatch: pytest.MonkeyP
     clause = CLAUSES["ddp.gradients.mean"]
     world = worlds.world(2, target.parse("solution"), transport="sim")
     with replay.telling(clause, {}, world):
-        clause.test(world=world, subject="ddp", toy="mlp")
+        clause.test(world=world, subject="ddp", situation="mlp: backward 0")
 
 
 def test_a_torch_without_a_hook_is_told_and_clauses_of_schedules_are_not_judged(

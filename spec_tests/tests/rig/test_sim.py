@@ -20,9 +20,9 @@ from hypothesis import Phase, given, settings
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from spec_tests.chapters.ddp.replica import SEED, gradients_after
-from spec_tests.chapters.ddp.test_programs import SCHEDULED_TOY, THREE_STEPS
-from spec_tests.programs.laws import equivalence, refusal
+from spec_tests.chapters.ddp.test_programs import THREE_STEPS
+from spec_tests.programs.law import same_as_alone
+from spec_tests.programs.laws import refusal
 from spec_tests.rig import strategies, target
 from spec_tests.rig.judge import evidence
 from spec_tests.rig.ranks.errors import RankDied, RankHung, RankRaised
@@ -260,8 +260,7 @@ def test_hypothesis_finds_the_schedule_that_a_bug_needs_and_shrinks_it(worlds: W
     @given(schedule=strategies.schedules_of_ranks())
     def gradients_are_the_mean(schedule: Schedule) -> None:
         scheduled = faulty.scheduled(schedule)
-        ranks = scheduled.run(gradients_after, "ddp_bucketed", SCHEDULED_TOY, SEED, THREE_STEPS)
-        equivalence.mean_gradients(ranks, SCHEDULED_TOY, SEED, micros=(2,))
+        same_as_alone(scheduled, "ddp_bucketed", THREE_STEPS)
 
     with pytest.raises((RankRaised, AssertionError)) as caught:
         gradients_are_the_mean()

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,6 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from spec_tests.chapters.zero1 import runs, test_groups
+from spec_tests.programs import law
+from spec_tests.programs.scene import Scene
+from spec_tests.programs.stepped import Stepped
 from spec_tests.rig.judge import oracle
 from spec_tests.rig.toys import TOYS, sum_of_squares
 
@@ -216,24 +220,35 @@ def test_weights_are_functions_of_the_seed_alone(toy: str):
     assert any(name in differ for name, _ in TOYS[toy].build(7).named_parameters())
 
 
+def by_step(line: str) -> list[Any]:
+    """Return the weights after each step of a situation, in one process."""
+    scene, program = law.read(line)
+    return [weights for _, weights in Stepped(scene).follow(program)]
+
+
+def by_schedule() -> list[Any]:
+    """Return the same of the clause on schedulers."""
+    seen = test_groups.scheduled(Stepped(Scene.of(f"{runs.TOY} adamw")))
+    return [
+        {name: seen[f"{name} after step {number}"] for name in oracle.parameters(runs.TOY, 7)}
+        for number in range(1, 5)
+    ]
+
+
 @pytest.mark.parametrize(
-    ("script", "groups"),
+    "seen",
     [
-        (test_groups.three_steps, test_groups.one_and_the_rest),
-        (test_groups.options_that_change, test_groups.one_and_the_rest),
-        (test_groups.scheduled, runs.all_in_one),
+        partial(by_step, f"{runs.TOY} adamw own-options: {runs.steps(1, 2, 3)}"),
+        partial(by_step, test_groups.LIVE),
+        by_schedule,
     ],
     ids=["own-options", "live", "schedulers"],
 )
-def test_every_element_moves_in_every_step_of_the_clauses_on_options(script: Any, groups: Any):
+def test_every_element_moves_in_every_step_of_the_clauses_on_options(seen: Callable[[], list[Any]]):
     # A weight at the fixed point of a decay stays, whatever the rate: nothing to be seen.
-    seen = runs.alone(script, groups=groups)
-    before = oracle.parameters(runs.TOY, runs.SEED)
-    for key, weight in seen.items():
-        name, _, when = key.partition(" ")
-        if when.startswith("after step"):
-            assert bool((weight != before[name]).all()), key
-            before[name] = weight
+    for before, weights in itertools.pairwise([oracle.parameters(runs.TOY, runs.SEED), *seen()]):
+        for name, weight in weights.items():
+            assert bool((weight != before[name]).all()), name
 
 
 # ----------------------------------------------------------------- exact in any order of summation

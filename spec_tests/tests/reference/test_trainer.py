@@ -1,4 +1,4 @@
-"""The reference's loop: half precision, evaluation, whose ranks count; nothing is disturbed."""
+"""The reference's loop: evaluation, whose ranks count; nothing is disturbed."""
 
 import copy
 from typing import Any
@@ -31,63 +31,13 @@ def model(*extra: nn.Module) -> Any:
     return nn.Sequential(nn.Embedding(50, 16), *extra, nn.Linear(16, 50))
 
 
-def fp16(scale: float, **options: int) -> Any:
-    """Return half precision whose loss scale begins there."""
-    return solution("precision").Precision("fp16", initial_scale=scale, **options)
-
-
-def trained(precision: Any, module: Any = None, **options: Any) -> tuple[list[Any], list[Any]]:
+def trained(module: Any = None, **options: Any) -> tuple[list[Any], list[Any]]:
     """Return weights and records of six steps."""
     module = module or model()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
     sizes = {"steps": 6, "global_batch_size": 8, "micro_batch_size": 4, "max_norm": 1.0}
-    options = {**sizes, "precision": precision, **options}
-    records = solution("trainer").train(module, optimizer, DATA, **options)
+    records = solution("trainer").train(module, optimizer, DATA, **{**sizes, **options})
     return [p.detach() for p in module.parameters()], records
-
-
-def scales(ctx):
-    """The same pattern of overflows to PyTorch's scaler and to ours: the scales of both."""
-    draw = torch.Generator().manual_seed(1)
-    weight = nn.Parameter(torch.zeros(1))
-    theirs = torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=3)
-    ours = fp16(2.0**20, growth_interval=3)
-    optimizer, pairs = torch.optim.SGD([weight], lr=0.0), []
-    for _ in range(200):
-        is_overflow = bool(torch.rand((), generator=draw) < 0.2)
-        weight.grad = torch.tensor([torch.inf if is_overflow else 1.0])
-        theirs.scale(torch.ones(()))
-        theirs.unscale_(optimizer)
-        theirs.step(optimizer)
-        theirs.update()
-        ours.back_off() if is_overflow else ours.updated()
-        pairs.append((theirs.get_scale(), ours.scale))
-    other = fp16(1.0)
-    other.load_state_dict(ours.state_dict())
-    return pairs, other.state_dict() == ours.state_dict()
-
-
-def test_the_loss_scale_goes_the_way_of_pytorchs(in_rank):
-    pairs, is_resumed = in_rank(scales)
-
-    assert all(theirs == ours for theirs, ours in pairs)
-    assert len({theirs for theirs, _ in pairs}) > 5
-    assert is_resumed
-
-
-def overflowed(ctx):
-    """Weights and records with a scale that is far too large, and with the one it comes to."""
-    found = trained(fp16(2.0**40))
-    return found, trained(fp16(found[1][0]["scale"]))
-
-
-def test_an_overflow_costs_no_data_and_no_bit(in_rank):
-    (weights, records), (expected, plain) = in_rank(overflowed)
-
-    assert records[0]["skipped"] > 0
-    assert records[0]["scale"] == 2.0 ** (40 - records[0]["skipped"])
-    assert all(map(torch.equal, weights, expected))
-    assert [r["loss"] for r in records] == [r["loss"] for r in plain]
 
 
 def not_finite(ctx):
@@ -97,24 +47,24 @@ def not_finite(ctx):
         module[1].weight[0, 0] = torch.nan
     before = copy.deepcopy(module.state_dict())
     with pytest.raises(solution("trainer").NonFiniteError):
-        trained("fp16", module, steps=1)
+        trained(module, steps=1)
     pairs = zip(before.values(), module.parameters(), strict=True)
     is_equal = all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in pairs)
     return is_equal and all(p.grad is None for p in module.parameters())
 
 
-def test_what_no_scale_can_cure_raises_and_updates_nothing(in_rank):
+def test_what_is_not_finite_raises_and_updates_nothing(in_rank):
     assert in_rank(not_finite)
 
 
 def evaluated(ctx):
     """What an evaluation returns, and what it leaves behind."""
-    evaluate = solution("evaluate").evaluate
+    evaluate = solution("trainer").evaluate
     module = model(nn.Dropout(0.5), nn.Dropout(0.5), Draws())
     module[1].eval()  # frozen by its owner: it must not come back in training mode
     module[0].weight.grad = torch.ones_like(module[0].weight)
     state = torch.get_rng_state()
-    losses = [evaluate(module, DATA, max_batches=n) for n in (None, None, 3)]
+    losses = [evaluate(module, DATA[:n]) for n in (None, None, 3)]
     inputs, targets = DATA[0]
     ragged = targets.clone()
     ragged[:, 2:] = -100
@@ -144,54 +94,19 @@ def test_an_evaluation_is_a_mean_over_targets_that_count_and_leaves_no_trace(in_
     assert found["value"] == pytest.approx(found["by_hand"], abs=1e-6)
 
 
-class Alone(nn.Module):
-    """Says that it averages, and does not."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.module(ids)
-
-    def finish_gradient_synchronization(self) -> None:
-        """Nothing."""
-
-
-def overflowing_on_one(ctx):
-    """One rank overflows, and nothing carries its infinity to the other."""
-    evaluate, module = solution("evaluate").evaluate, model()
-    limit = 2.0**12 if ctx.rank == 1 else torch.inf
-    precision = fp16(2.0**16)
-    module[1].bias.register_hook(lambda g: g * torch.inf if precision.scale > limit else g)
-    alone = Alone(module)
-    _, records = trained(precision, alone, steps=2, max_norm=None)
-    loss = evaluate(alone, DATA[:3])
-    with pytest.raises(ValueError, match="only 1 of 2"):
-        evaluate(alone, DATA[: 2 + ctx.rank])
-    return [r["skipped"] for r in records], precision.scale, loss
-
-
-def test_ranks_drop_an_update_together_and_evaluate_together(worlds):
-    (skipped, scale, loss), other = worlds.world(2, parse("solution")).run(overflowing_on_one)
-
-    assert (skipped, scale) == ([4, 0], 4096.0)
-    assert other == (skipped, scale, loss)
-
-
 def in_meshes(ctx):
     """Weights and tokens of a mesh per rank, of a plain model, and what parts alone raise."""
     fully_shard = solution("parallel.fsdp").fully_shard
     meshes = init_device_mesh("cpu", (2, 1), mesh_dim_names=("apart", "mine"))
     own, parts = model(), model()
     fully_shard(own, mesh=meshes["mine"])
-    found = [trained("fp32", module, max_norm=0.5) for module in (own, model())]
+    found = [trained(module, max_norm=0.5) for module in (own, model())]
     weights = [[getattr(w, "full_tensor", lambda w=w: w)() for w in ws] for ws, _ in found]
     for part in parts:
         fully_shard(part)
     with pytest.raises(ValueError, match="of which parts are sharded"):
-        trained("fp32", parts)
-    still, _ = trained("fp32", max_norm=0.0)
+        trained(parts)
+    still, _ = trained(max_norm=0.0)
     return weights, [[r["tokens"] for r in records] for _, records in found], still
 
 
