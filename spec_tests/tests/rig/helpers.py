@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -18,7 +19,7 @@ from spec_tests.rig.clause import Clause, clause_of
 from spec_tests.rig.judge.runner import CaseResult, run_case
 from spec_tests.rig.outcomes import LEVELS
 from spec_tests.rig.ranks.world import Worlds
-from spec_tests.rig.target import Target
+from spec_tests.rig.target import Target, parse
 from spec_tests.tests.reference import launch
 
 ROOT = Path(__file__).parents[3]
@@ -42,8 +43,17 @@ def no_sync(wrapped):
     return wrapped.no_sync()
 """
 """An implementation of a user's own that is as it should be."""
+RIGHT_BESIDE = parse("torch")
+"""Right, and living on in the same worlds while others come and go."""
+UNANSWERED = "(did not answer: "
+"""Begins what is said in place of a stack."""
 PROMPT_S, HANG_S = 2.0, 5.0
 """How soon a rank that raised or died is to be reported, and one that hangs."""
+
+
+def calling(statement: str) -> str:
+    """Return an implementation whose ddp does this."""
+    return f"import os, sys, time\nimport torch\ndef ddp(module):\n    {statement}\n"
 
 
 def judged(
@@ -106,6 +116,62 @@ def python(
         timeout=500,
         check=False,
     )
+
+
+ADAPTERS_2025 = """\
+import importlib.metadata
+from cs336_systems.ddp import OverlappedDDP
+
+VERSION = importlib.metadata.version("cs336-systems")
+
+
+class BucketedDDP(OverlappedDDP):
+    has_begun = False
+
+    def start(self):
+        self.has_begun = True
+
+    def reduce(self, parameter):
+        assert self.has_begun, "nobody has started this batch"
+        super().reduce(parameter)
+
+    def end(self):
+        self.finish()
+        self.has_begun = False
+
+
+def get_flashattention_autograd_function_pytorch():
+    raise NotImplementedError
+
+def get_flashattention_autograd_function_triton():
+    raise NotImplementedError
+
+def get_ddp_individual_parameters(module):
+    return OverlappedDDP(module)
+
+def ddp_individual_parameters_on_after_backward(ddp_model, optimizer):
+    ddp_model.finish()
+
+def get_ddp_bucketed(module, bucket_size_mb):
+    return BucketedDDP(module)
+
+def ddp_bucketed_on_after_backward(ddp_model, optimizer):
+    ddp_model.end()
+
+def ddp_bucketed_on_train_batch_start(ddp_model, optimizer):
+    ddp_model.start()
+
+def get_sharded_optimizer(params, optimizer_cls, **kwargs):
+    raise NotImplementedError
+"""
+"""The adapters of 2025, as far as a student has come; `start` must come before each batch."""
+
+
+def checkout_of_2025(folder: Path) -> str:
+    """Write a checkout with the adapters of 2025 and return how `--impl` names it."""
+    shutil.copytree(CHECKOUTS / "cs336_2026", folder)
+    (folder / "tests" / "adapters.py").write_text(ADAPTERS_2025)
+    return f"cs336:{folder}"
 
 
 def alive(pids: Iterable[int]) -> list[int]:

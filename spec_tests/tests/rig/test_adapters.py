@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -17,7 +16,7 @@ from spec_tests.impls import course, cs336, effdl
 from spec_tests.rig import target
 from spec_tests.rig.outcomes import Outcome
 from spec_tests.rig.ranks.world import Worlds
-from spec_tests.tests.rig.helpers import CHECKOUTS, judged, replaced
+from spec_tests.tests.rig.helpers import CHECKOUTS, checkout_of_2025, judged, replaced
 
 EFFDL = target.parse(f"effdl:{CHECKOUTS / 'effdl' / 'fsdp.py'}")
 
@@ -59,14 +58,14 @@ def test_a_batch_of_cs336_begins_once_however_many_backwards_it_has():
 def plain_classes(tmp_path_factory: pytest.TempPathFactory) -> target.Target:
     """A checkout whose DDP wrappers are no nn.Module: called, with `parameters`, and no more."""
     folder = tmp_path_factory.mktemp("plain") / "checkout"
-    shutil.copytree(CHECKOUTS / "cs336_2025", folder)
+    words = checkout_of_2025(folder)
     replaced(
         folder / "cs336_systems" / "ddp.py",
-        ("class NaiveDDP(nn.Module)", "class NaiveDDP"),
+        ("class OverlappedDDP(nn.Module)", "class OverlappedDDP"),
         ("super().__init__()", "self.parameters = module.parameters"),
         ("def forward", "def __call__"),
     )
-    return target.parse(f"cs336:{folder}")
+    return target.parse(words)
 
 
 CALLED = test_construction.test_the_wrapped_module_computes_what_the_bare_one_does

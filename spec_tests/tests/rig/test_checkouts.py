@@ -15,10 +15,10 @@ from spec_tests.rig import target
 from spec_tests.rig.outcomes import cells, judge_run
 from spec_tests.rig.report import points
 from spec_tests.rig.report.eventlog import read_log
-from spec_tests.tests.rig.helpers import CHECKOUTS, ROOT, python, replaced
+from spec_tests.tests.rig.helpers import CHECKOUTS, ROOT, checkout_of_2025, python, replaced
 
 PLACE = "spec_tests/tests/rig/checkouts"  # from the repository's root
-CS336 = [f"cs336:{PLACE}/cs336_{name}" for name in ("2026", "2025", "faulty")]
+CS336, FAULTY = (f"cs336:{PLACE}/cs336_{name}" for name in ("2026", "faulty"))
 EFFDL, COURSE = f"effdl:{PLACE}/effdl/fsdp.py", f"course:{PLACE}/course"
 
 # The fewest clauses that show each right one passing and each fault found.
@@ -60,17 +60,19 @@ def faulty_course(folder: Path) -> str:
 
 @pytest.fixture(scope="session")
 def judged(tmp_path_factory: pytest.TempPathFactory):
-    """One command for all of them: its events, its exit status, and who the faulty ones are."""
+    """One command for all of them: its events, who is of 2025, and who the faulty ones are."""
     folder = tmp_path_factory.mktemp("checkouts")
-    faulty = CS336[2], faulty_effdl(folder / "effdl"), faulty_course(folder / "course")
-    chosen = [word for each in (*CS336[:2], EFFDL, COURSE, *faulty) for word in ("--impl", each)]
+    of_2025 = checkout_of_2025(folder / "cs336_2025")
+    faulty = FAULTY, faulty_effdl(folder / "effdl"), faulty_course(folder / "course")
+    asked = (CS336, of_2025, EFFDL, COURSE, *faulty)
+    chosen = [word for each in asked for word in ("--impl", each)]
     chosen += [word for each in CLAUSES for word in ("--clause", each)]
     flags = ["--level", "course", "--points", "cs336", "--report", str(folder)]
     ended = python("-m", "spec_tests", *chosen, *flags)
     assert (folder / "events.jsonl").is_file(), ended.stdout + ended.stderr
     events = read_log(folder / "events.jsonl")
     assert ended.returncode == judge_run(events).status == 1
-    return events, faulty
+    return events, of_2025, faulty
 
 
 def outcomes(events, implementation: str) -> dict[str, list[str]]:
@@ -94,21 +96,21 @@ def messages(events, implementation: str) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("words", "passed"),
     [
-        (CS336[0], {"ddp", "zero1", "fsdp", "attention"}),
-        (CS336[1], {"ddp"}),
+        (CS336, {"ddp", "zero1", "fsdp", "attention"}),
+        ("", {"ddp"}),  # of 2025
         (EFFDL, {"fsdp"}),  # where there is no CUDA
         (COURSE, {"data", "models", "training"}),  # and not what is lent to it
     ],
 )
 def test_a_right_checkout_passes_what_its_course_asks(judged, words: str, passed: set[str]):
-    found = outcomes(judged[0], words)
+    found = outcomes(judged[0], words or judged[1])
     assert found.keys() == {"passed", "not_offered"}
     assert {clause.partition(".")[0] for clause in found["passed"]} == passed
 
 
 def test_what_is_left_open_hides_nothing_beside_it_and_hooks_are_called(judged):
     # The hooks of 2025 are called where a batch begins and ends.
-    for words, bucketed in ((CS336[0], "not_offered"), (CS336[1], "passed")):
+    for words, bucketed in ((CS336, "not_offered"), (judged[1], "passed")):
         passed = outcomes(judged[0], words)["passed"]
         alone = {
             e["case"]: e["outcome"]
@@ -120,7 +122,7 @@ def test_what_is_left_open_hides_nothing_beside_it_and_hooks_are_called(judged):
 
 
 def test_attention_has_its_points_but_for_the_kernel_that_is_not_there(judged):
-    found = points.score(judged[0], CS336[0])
+    found = points.score(judged[0], CS336)
     assert found is not None
     got = {item["name"]: item for item in found["items"]}
     assert got["FlashAttention-2, backward"]["points"] == 5
@@ -131,7 +133,7 @@ def test_attention_has_its_points_but_for_the_kernel_that_is_not_there(judged):
 
 
 def test_what_the_courses_own_tests_let_pass_is_found(judged):
-    events, (cs336, effdl, course) = judged
+    events, _, (cs336, effdl, course) = judged
     assert sorted(outcomes(events, cs336)["failed"]) == [
         "ddp.gradients.frozen-stay-none",
         "fsdp.footprint.shards-alone-stay",
@@ -157,7 +159,7 @@ def test_what_the_courses_own_tests_let_pass_is_found(judged):
 # ------------------------------------------------------------------------------------- the words
 
 
-@pytest.mark.parametrize("words", [*CS336, EFFDL, COURSE])
+@pytest.mark.parametrize("words", [CS336, FAULTY, EFFDL, COURSE])
 def test_a_layout_is_named_with_its_course(words: str):
     found = target.parse(words)
     layout, _, path = words.partition(":")

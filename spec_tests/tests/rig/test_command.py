@@ -191,6 +191,7 @@ MISSPELT = "no clause id matches; close to it: ddp.gradients.mean"
 BROKEN = {
     "no such points": ("--points {folder}/points.toml", "no MUST clause matches 'ddp.nothing'"),
     "unknown clause": ("--clause ddp.gradient.meen", MISSPELT),
+    "unknown to workers": ("-n 2 --clause ddp.gradients.meen,clip.no", MISSPELT),
     "no such file": ("--impl nowhere/mine.py", "expected a .py file or a package folder"),
     "import fails": ("--impl {folder}/broken.py", "ModuleNotFoundError: No module named"),
 }
@@ -315,13 +316,6 @@ def test_a_clause_that_hung_twice_is_not_run_again(tmp_path: Path):
     assert f"hung already, in {first['case']} and {second['case']}" in skipped["message"]
 
 
-def test_an_unknown_clause_is_said_to_be_one_by_workers_too():
-    for words in ((), ("-n", "2")):
-        done = spec_tests("--clause", "ddp.gradients.meen,clip.no", *words)
-        assert done.returncode == 2
-        assert "no clause id matches; close to it: ddp.gradients.mean" in done.stdout + done.stderr
-
-
 def test_ranks_of_a_forked_command_come_from_the_zygote_of_the_tests(tmp_path: Path):
     program = """
 from multiprocessing import forkserver
@@ -345,19 +339,8 @@ def test_address(number):
     address = forkserver._forkserver._forkserver_address
     open(f"{number}.{os.environ['PYTEST_XDIST_WORKER']}", "w").write(address)
 """)
-    words = (
-        "-m",
-        "pytest",
-        "-p",
-        "spec_tests.rig.plugin",
-        "-p",
-        "xdist",
-        "-n",
-        "2",
-        "-q",
-        "test_it.py",
-    )
-    done = python(*words, cwd=tmp_path, PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")
+    words = "-m pytest -p spec_tests.rig.plugin -p xdist -n 2 -q test_it.py"
+    done = python(*words.split(), cwd=tmp_path, PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")
     assert done.returncode == 0, done.stdout + done.stderr
     written = [each for each in tmp_path.iterdir() if each.suffix.startswith(".gw")]
     assert {each.suffix for each in written} == {".gw0", ".gw1"}

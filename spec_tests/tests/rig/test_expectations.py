@@ -98,22 +98,49 @@ def test_a_wrong_file_is_refused_by_name(tmp_path: Path, text, said):
 # --------------------------------------------------------------------------------------- applying
 
 
+BOTH = result("failed"), result("passed", "w4")
+FOURTH, SECOND = "a-w4-b", "a-w2-b"
+RAISES = [
+    ("failed", result("failed"), "expected_failure"),
+    ("failed", result("hang"), "hang"),
+    ("hang", result("hang"), "expected_failure"),
+    ("hang", result("died"), "died"),
+    ("hang", result("failed"), "failed"),
+    ("RuntimeError", result("failed", message="rank 1: RuntimeError: no"), "expected_failure"),
+    ("RuntimeError", result("failed", message="rank 1: TypeError: no"), "failed"),
+    ("RuntimeError", result("died", message="RuntimeError"), "died"),
+]
+"""Declared way of failing, what was found, and what that counts as."""
+
+
 @pytest.mark.parametrize(
     ("entry", "found", "counts_as"),
     [
-        ({}, {"w2": "failed", "w4": "passed"}, "expected_failure unexpected_pass"),
-        ({"case": "*-w4-*"}, {"a-w4-b": "failed", "a-w2-b": "passed"}, "expected_failure passed"),
-        ({"case": "*-w4-*"}, {"a-w4-b": "failed", "a-w2-b": "failed"}, "expected_failure failed"),
-        ({"when": "<2.13", "expires": date(2020, 1, 1)}, {"w2": "failed"}, "failed"),
-        *(({}, {"w2": word}, word) for word in ("error", "blocked", "not_offered", "skipped")),
-        ({}, {"w2": "not_here"}, "not_here"),
+        ({}, BOTH, "expected_failure unexpected_pass"),
+        ({"is_inherited": True}, BOTH, "expected_failure passed"),
+        ({"is_inherited": True, "raises": "hang"}, BOTH[:1], "failed"),
+        (
+            {"case": "*-w4-*"},
+            (result("failed", FOURTH), result("passed", SECOND), result("failed", SECOND)),
+            "expected_failure passed failed",
+        ),
+        ({"when": "<2.13", "expires": date(2020, 1, 1)}, BOTH, "failed passed"),
+        *(
+            ({}, (result(word),), word)
+            for word in ("error", "blocked", "not_offered", "skipped", "not_here")
+        ),
+        *(({"raises": raises}, (found,), counts_as) for raises, found, counts_as in RAISES),
     ],
 )
 def test_what_an_entry_makes_of_the_cases_of_its_clause(entry, found, counts_as: str):
-    cases = [result(outcome, case) for case, outcome in found.items()]
-    done = applied([Deviation(CLAUSE, "known", **entry)], *cases)
+    entries = [Deviation(CLAUSE, "known", **entry)]
+    done = applied(entries, *found)
     assert [one["outcome"] for one in done.results] == counts_as.split()
     assert done.problems == []
+    if "raises" in entry and counts_as != "expected_failure":
+        assert f"declared as {entry['raises']!r}" in done.results[0]["message"]
+    else:
+        assert applied(entries, *done.results) == done, "applying twice changes nothing more"
 
 
 def test_an_entry_says_why_a_failure_is_expected_and_what_to_do_with_a_pass(tmp_path: Path):
@@ -135,26 +162,6 @@ def test_ids_match_exactly_and_so_do_versions_of_torch():
     assert found.results[0]["outcome"] == "failed"
     assert "expected a result of clause 'ddp.gradients'" in found.problems[0]
     assert applied([Deviation(CLAUSE, "k", when=">=2.14.0.dev0")], torch="2.14.0.dev1").problems
-
-
-@pytest.mark.parametrize(
-    ("raises", "outcome", "message", "counts_as"),
-    [
-        ("failed", "failed", "", "expected_failure"),
-        ("failed", "hang", "", "hang"),
-        ("hang", "hang", "", "expected_failure"),
-        ("hang", "died", "", "died"),
-        ("hang", "failed", "", "failed"),
-        ("RuntimeError", "failed", "rank 1: RuntimeError: no", "expected_failure"),
-        ("RuntimeError", "failed", "rank 1: TypeError: no", "failed"),
-        ("RuntimeError", "died", "RuntimeError", "died"),
-    ],
-)
-def test_only_the_declared_way_of_failing_is_excused(raises, outcome, message, counts_as):
-    found = applied([Deviation(CLAUSE, "known", raises=raises)], result(outcome, message=message))
-    assert found.results[0]["outcome"] == counts_as
-    if counts_as == outcome:
-        assert f"declared as {raises!r}" in found.results[0]["message"]
 
 
 def test_an_entry_that_matches_nothing_is_a_problem_of_a_full_run_only():
@@ -196,12 +203,6 @@ def test_an_expired_entry_is_a_problem(expires, is_stale):
     assert applied([entry], is_full_run=False).problems == []
 
 
-def test_applying_twice_changes_nothing_more():
-    entries = [Deviation(CLAUSE, "known")]
-    once = applied(entries, result("failed", "w2"), result("passed", "w4"))
-    assert applied(entries, *once.results) == once
-
-
 # ------------------------------------------------------------------------------------ inheriting
 
 
@@ -211,22 +212,12 @@ def heir(tmp_path: Path, own: str = "", base: str = FULL) -> list[Deviation]:
     return load(written(tmp_path, 'inherits = "base.toml"\n' + own))
 
 
-def test_an_inherited_entry_excuses_a_failure_and_asks_for_none(tmp_path: Path):
-    done = applied(heir(tmp_path), result("failed"), result("passed", "w4"))
-    assert [one["outcome"] for one in done.results] == ["expected_failure", "passed"]
-    assert done.problems == []
-
-
 @pytest.mark.parametrize("more", ["", 'expires = "2.0"\n', 'case = "w8"\n'])
 def test_an_inherited_entry_is_never_stale(tmp_path: Path, more: str):
     entries = heir(tmp_path, base=FULL + more)
+    assert [entry.is_inherited for entry in entries] == [True]
     assert applied(entries).problems == []
     assert applied(entries, result("failed")).problems == []
-
-
-def test_an_inherited_entry_excuses_only_the_declared_way_of_failing(tmp_path: Path):
-    (found,) = applied(heir(tmp_path, base=FULL + 'raises = "hang"\n'), result("failed")).results
-    assert found["outcome"] == "failed"
 
 
 def test_a_file_s_own_entry_goes_before_the_inherited_one(tmp_path: Path):

@@ -19,14 +19,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from spec_tests.chapters.data import test_partition
-from spec_tests.rig.outcomes import Outcome
 from spec_tests.rig.ranks import liveness, member, pool, wire, world
 from spec_tests.rig.ranks.errors import RankDied, RankHung, RankRaised
 from spec_tests.rig.ranks.rank import Context
 from spec_tests.rig.ranks.world import ONCE, Worlds
 from spec_tests.tests.rig import bodies
-from spec_tests.tests.rig.helpers import HANG_S, PROMPT_S, judged, python, within
+from spec_tests.tests.rig.helpers import HANG_S, PROMPT_S, python, within
 
 
 def test_the_rigs_own_times_add_up_to_the_promise():
@@ -216,50 +214,6 @@ def test_a_rank_that_gloo_aborts_shows_its_last_collectives_and_where_it_was(wor
 
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="children are forked")
-
-WORKERS = """
-import numpy as np, torch
-from torch.utils.data import DataLoader, Dataset
-
-
-class Sequences(Dataset):
-    def __init__(self, paths, length):
-        self.length = length
-        self.shards = [np.fromfile(path, dtype=np.uint16, offset=1024) for path in paths]
-        self.firsts = [
-            (shard, number * length)
-            for shard, tokens in enumerate(self.shards)
-            for number in range((len(tokens) - 1) // length)
-        ]
-
-    def __getitem__(self, number):
-        shard, first = self.firsts[number]
-        row = torch.from_numpy(self.shards[shard][first :][: self.length + 1].astype(np.int64))
-        return row[:-1], row[1:]
-
-
-def token_loader(paths, *, batch_size, sequence_length, rank=0, world_size=1):
-    data, window = Sequences(paths, sequence_length), batch_size * world_size
-    batches = [
-        list(range(first + SHIFT + rank * batch_size, first + SHIFT + (rank + 1) * batch_size))
-        for first in range(0, len(data.firsts) - window - SHIFT + 1, window)
-    ]
-    return DataLoader(data, batch_sampler=batches, num_workers=2)
-"""
-
-
-@pytest.mark.parametrize(
-    ("shift", "outcome", "said"),
-    [(0, Outcome.PASSED, ""), (1, Outcome.FAILED, "rank 0, batch 0: expected inputs[0, 0] to be")],
-    ids=["right", "one sequence too far"],
-)
-def test_a_loader_with_workers_is_judged(worlds: Worlds, mine, shift, outcome, said):
-    which = mine(f"SHIFT = {shift}\n{WORKERS}")
-    test = test_partition.test_one_rank_reads_a_shard_from_front_to_back
-    result = judged(which, worlds, test)
-    worlds.drop(which)
-    assert result.outcome is outcome, result.message
-    assert said in result.message
 
 
 def write(seconds: float) -> None:

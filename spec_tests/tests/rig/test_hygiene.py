@@ -1,7 +1,6 @@
 """What a body leaves behind in a rank that lives on: put back, reported, or the end of it."""
 
 import os
-import random
 import re
 import signal
 import threading
@@ -56,9 +55,15 @@ def state(ctx: Context) -> dict[str, str]:
     return {probe.name: repr(value) for probe, value in values if not probe.is_harmless}
 
 
-@pytest.mark.parametrize("name", CHANGES)
-def test_what_can_be_put_back_is_and_is_reported(worlds: Worlds, name: str):
-    world = worlds.world(2)
+SIMULATED = ("default dtype", "grad mode", "global module hooks")
+
+
+@pytest.mark.parametrize(
+    ("name", "transport"),
+    [*((name, "gloo") for name in CHANGES), *((name, "sim") for name in SIMULATED)],
+)
+def test_what_can_be_put_back_is_and_is_reported(worlds: Worlds, name: str, transport: str):
+    world = worlds.world(2, transport=transport)
     before, pids, known = world.run(state), world.run(bodies.pid), len(worlds.leaks)
     leaks = world.run(change, name).leaks
     assert worlds.leaks[known:] == list(leaks)
@@ -179,21 +184,3 @@ def test_a_body_may_destroy_the_default_group(worlds: Worlds):
     world.run(destroy)
     assert world.run(group_names) == [(2,)] * 2
     assert world.run(bodies.pid) == pids
-
-
-def test_seeding_reaches_every_generator():
-    import numpy as np
-
-    def draw() -> tuple[float, float, float]:
-        return torch.rand(()).item(), float(np.random.rand()), random.random()
-
-    kept = torch.get_rng_state(), np.random.get_state(), random.getstate()
-    try:
-        hygiene.seed_everything(2**33 + 1)
-        first = draw()
-        hygiene.seed_everything(2**33 + 1)
-        assert draw() == first
-    finally:
-        torch.set_rng_state(kept[0])
-        np.random.set_state(kept[1])
-        random.setstate(kept[2])

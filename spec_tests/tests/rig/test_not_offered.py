@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from spec_tests.chapters.data import test_state
-from spec_tests.chapters.ddp import test_lifecycle
 from spec_tests.contract import FUNCTIONS, OPTIONAL_METHODS
 from spec_tests.programs import draw, law
 from spec_tests.rig import target
@@ -205,31 +204,6 @@ def test_drawn_situations_that_need_an_absent_method_hide_no_others(
 
 
 @pytest.mark.parametrize(
-    ("text", "clause", "said"),
-    [
-        (
-            "def build_trainer(*args, **options):\n    return object()\n",
-            "trainer.parameters.tied",
-            "expected a trainer or an optimizer, which has step, got object",
-        ),
-        (
-            "def ddp(module, *, process_group=None):\n    pass\n",
-            "ddp.construction.is-a-module",
-            "expected a module, which has parameters, got NoneType",
-        ),
-    ],
-    ids=["a trainer without step", "no module"],
-)
-def test_of_a_method_that_must_be_there_the_message_says_what_was_expected(
-    worlds: Worlds, mine, text: str, clause: str, said: str
-):
-    test = next(each for each in load_all() if each.id == clause)
-    found = judged(mine(text), worlds, test)
-    assert found.outcome is Outcome.FAILED
-    assert f"AttributeError: {said}" in found.message.splitlines()[1]
-
-
-@pytest.mark.parametrize(
     ("line", "outcome"),
     [
         ("return loader", Outcome.NOT_OFFERED),
@@ -286,48 +260,3 @@ def test_a_further_pass_repeats_no_sequence(worlds: Worlds, folder: Path):
     assert found["data.partition.ranks-differ token_loader"] is Outcome.PASSED
     assert found["data.partition.one-pass-per-iter token_loader"] is Outcome.FAILED
     assert found["data.partition.short-shards token_loader"] is Outcome.FAILED
-
-
-MOVED = """
-import torch
-from torch.nn.parallel import DistributedDataParallel
-
-def ddp(module, *, process_group=None):
-    parameters = list(module.parameters())
-    flat = torch.cat([p.detach().reshape(-1) for p in parameters])
-    for parameter, part in zip(parameters, flat.split([p.numel() for p in parameters])):
-        parameter.data = part.view(parameter.shape)
-    {and_more}
-    return DistributedDataParallel(module)
-"""
-
-
-@pytest.mark.parametrize(
-    ("and_more", "outcome"),
-    [
-        ("pass", Outcome.PASSED),
-        ("module.kept = [torch.zeros_like(flat), torch.zeros_like(flat)]", Outcome.FAILED),
-    ],
-    ids=["moved", "moved, and copied twice"],
-)
-def test_a_module_that_was_moved_is_no_growth_of_gradients(
-    worlds: Worlds, mine, and_more: str, outcome: Outcome
-):
-    which = mine(MOVED.format(and_more=and_more))
-    test = test_lifecycle.test_gradients_cost_two_copies_at_most
-    found = judged(which, worlds, test, {"world": 2, "subject": "ddp"})
-    assert found.outcome is outcome, found.message
-
-
-@pytest.mark.parametrize(
-    "clause",
-    [
-        "trainer.parameters.tied",
-        "trainer.precision.near-float32",
-        "trainer.precision.small-updates",
-    ],
-)
-def test_a_prefix_of_names_fails_the_clause_about_names_alone(worlds: Worlds, clause: str):
-    which = target.parse("impostor:trainer.wrappers-names")
-    found = judged(which, worlds, next(each for each in load_all() if each.id == clause))
-    assert found.outcome is Outcome.PASSED, found.message

@@ -1,4 +1,7 @@
-"""Code that insists on CUDA is judged on a CPU, and the verdict says how."""
+"""Code that insists on CUDA is judged on a CPU, and the verdict says how.
+
+Collectives that NCCL takes and gloo refuses are "not here", or done where CUDA is stood in for.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from spec_tests.chapters.attention import test_gradients, test_masks, test_operator
+from spec_tests.chapters.attention import test_operator
 from spec_tests.rig import plugin, target
 from spec_tests.rig.judge import runner
 from spec_tests.rig.outcomes import Outcome
@@ -31,9 +35,6 @@ GPU = target.parse(f"cs336:{CHECKOUT}")
 ON_CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
 
 
-MASKED = test_masks.test_a_kernel_with_a_causal_mask_has_the_values
-MASKED_CASE = {"world": 1, "subject": "flash_attention_triton", "part": "forward"}
-
 # ------------------------------------------------------------------------------ a whole checkout
 
 
@@ -48,33 +49,37 @@ def test_a_wrapper_written_for_gpus_is_judged(module_worlds: Worlds, transport: 
     assert others == [], "what the stand-in replaces is not the implementation's doing"
 
 
-@pytest.mark.parametrize("subject", ["flash_attention", "flash_attention_triton"])
-def test_attention_written_for_gpus_is_judged(module_worlds: Worlds, subject: str):
-    """Compiled, autotuned, and with buffers on "cuda" in its backward, where no mode reaches."""
-    if subject == "flash_attention_triton":
-        pytest.importorskip("triton")
-    test = test_gradients.test_gradients_are_those_of_the_definition
-    found = judged(GPU, module_worlds, test, {"world": 1, "subject": subject})
+TUNED = """
+import torch, triton
+import triton.language as tl
+from torch.nn.parallel import DistributedDataParallel
+
+@triton.autotune([triton.Config({"N": 4}, num_warps=n) for n in (1, 2)], key=["size"])
+@triton.jit
+def double(x, size, N: tl.constexpr):
+    at = tl.program_id(0) * N + tl.arange(0, N)
+    tl.store(x + at, 2 * tl.load(x + at, mask=at < size), mask=at < size)
+
+def ddp(module):
+    x = torch.ones(6, device="cuda")
+    double[lambda meta: (triton.cdiv(6, meta["N"]),)](x, 6)
+    assert x.tolist() == [2.0] * 6, x
+    return DistributedDataParallel(module)
+"""
+
+
+def test_a_kernel_that_is_tuned_runs_in_its_first_configuration(module_worlds: Worlds, mine):
+    pytest.importorskip("triton")
+    which = dataclasses.replace(mine(TUNED), pretends_cuda=True)
+    found = judged(which, module_worlds)
     assert found.outcome is Outcome.PASSED, found.message
 
 
-@pytest.mark.parametrize(
-    ("file", "right", "wrong", "test", "case"),
-    [
-        ("ddp", "ReduceOp.AVG", "ReduceOp.SUM", MEAN, MEAN_CASE),
-        ("kernel", "keys[None, :] <= rows", "keys[None, :] < rows", MASKED, MASKED_CASE),
-    ],
-    ids=["a sum for a mean", "a mask off by one"],
-)
-def test_a_fault_in_code_for_gpus_is_found(
-    module_worlds: Worlds, tmp_path: Path, file: str, right: str, wrong: str, test, case
-):
-    if file == "kernel":
-        pytest.importorskip("triton")
+def test_a_fault_in_code_for_gpus_is_found(module_worlds: Worlds, tmp_path: Path):
     folder = tmp_path / "checkout"
     shutil.copytree(CHECKOUT, folder)
-    replaced(folder / "cs336_systems" / f"{file}.py", (right, wrong))
-    found = judged(target.parse(f"cs336:{folder}"), module_worlds, test, case)
+    replaced(folder / "cs336_systems" / "ddp.py", ("ReduceOp.AVG", "ReduceOp.SUM"))
+    found = judged(target.parse(f"cs336:{folder}"), module_worlds)
     assert found.outcome is Outcome.FAILED
     assert "likely: " in found.message
 
@@ -115,11 +120,16 @@ _HEAD = """
 import io, threading
 import torch
 import torch.distributed as dist
+from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 def ddp(module):
     weight = next(module.parameters()).detach()
+    rank, world = dist.get_rank(), dist.get_world_size()
+    own = 1.0 + rank + torch.arange(6.0)
+    both = torch.stack([1.0 + torch.arange(6.0), 2.0 + torch.arange(6.0)])
+    total = both.sum(0)
 """
 _TAIL = "\n    return DistributedDataParallel(module)\n"
 
@@ -159,6 +169,13 @@ OTHERS = {
     "    assert not errors, errors",
     "hooks": "next(module.parameters()).register_hook("
     "lambda grad: grad + torch.zeros_like(grad, device='cuda') if grad.is_cuda else 1 / 0)",
+    "an autograd function": "class Double(torch.autograd.Function):\n"
+    "        @staticmethod\n"
+    "        def forward(ctx, x): return 2 * x if x.is_cuda else 1 / 0\n"
+    "        @staticmethod\n"
+    "        def backward(ctx, grad): return grad.to('cuda') * torch.full((), 2.0, device='cuda')\n"
+    "    leaf = torch.ones(3, device='cuda', requires_grad=True)\n"
+    "    Double.apply(leaf).sum().backward(); assert leaf.grad.tolist() == [2.0] * 3",
     "meta stays meta": "assert not torch.empty(2, device='meta').is_cuda",
     "a fused optimizer": "torch.optim.AdamW(module.parameters(), fused=True, lr=0.0)",
 }
@@ -227,6 +244,122 @@ def test_a_clause_about_compiled_code_is_not_here(module_worlds: Worlds):
     found = judged(which, module_worlds, test, {"world": 1, "subject": "flash_attention"})
     assert found.outcome is Outcome.NOT_HERE, found.message
     assert "torch.compile is not judged where CUDA is stood in for" in found.message
+
+
+# ------------------------------------------------- collectives that NCCL takes and gloo refuses
+
+REFUSED = {
+    "a gather into rows": "rows = torch.empty(2, 6); dist.all_gather_into_tensor(rows, own)\n"
+    "    assert rows.equal(both)",
+    "a gather into more dims": "rows = torch.empty(2, 3, 2)\n"
+    "    work = dist.all_gather_into_tensor(rows, input_tensor=own.view(3, 2), async_op=True)\n"
+    "    work.wait(); assert rows.equal(both.view(2, 3, 2))",
+    "a flat gather of a matrix": "flat = torch.empty(12); dist.all_gather_into_tensor(\n"
+    "        output_tensor=flat, input_tensor=own.view(3, 2)); assert flat.equal(both.view(-1))",
+    "a gather of numbers": "found = torch.empty(2); dist.all_gather_into_tensor(found, own[0])\n"
+    "    assert found.tolist() == [1.0, 2.0]",
+    "a scatter of rows": "mine = torch.empty(3); dist.reduce_scatter_tensor(mine, own.view(2, 3))\n"
+    "    assert mine.equal(total.view(2, 3)[rank])",
+    "a scatter of a matrix": "mine = torch.empty(3, 1)\n"
+    "    dist.reduce_scatter_tensor(mine, own, op=dist.ReduceOp.AVG)\n"
+    "    assert mine.equal(total.view(2, 3, 1)[rank] / 2)",
+    "a future of a scatter": "mine = torch.empty(3)\n"
+    "    work = dist.reduce_scatter_tensor(mine, own, async_op=True)\n"
+    "    work.get_future().then(lambda future: mine.div_(2)).wait()\n"
+    "    assert mine.equal(total.view(2, 3)[rank] / 2)",
+    "a gather of unequal sizes": "found = [torch.empty(1), torch.empty(2)]\n"
+    "    dist.all_gather(found, own[: 1 + rank], async_op=True).wait()\n"
+    "    assert found[0].equal(both[0, :1]) and found[1].equal(both[1, :2])",
+    "a gather of other shapes": "found = [torch.empty(2, 3), torch.empty(2, 3)]\n"
+    "    dist.all_gather(found, own); assert torch.cat(found).view(2, 6).equal(both)",
+    "an exchange of unequal sizes": "found = [torch.empty(1 + rank), torch.empty(1 + rank)]\n"
+    "    dist.all_to_all(found, [own[:1], own[1:3]])\n"
+    "    assert all(f.equal(b[:1] if rank == 0 else b[1:3]) for f, b in zip(found, both))",
+    "a factor for each rank": "factor = dist._make_nccl_premul_sum(0.5); mine = torch.empty(3)\n"
+    "    dist.all_reduce(own, op=factor); assert own.equal(total / 2)\n"
+    "    dist.reduce_scatter_tensor(mine, both.view(-1)[:6], factor); assert mine.equal(\n"
+    "        both[0].view(2, 3)[rank])",
+    "float8": "small = own.to(torch.float8_e4m3fn); dist.broadcast(small, 0)\n"
+    "    assert small.float().equal(both[0])",
+    "a wait on the stream": "dist.all_reduce(own, async_op=True).block_current_stream()\n"
+    "    assert own.equal(total)",
+}
+TAKEN = {
+    "gathers in one message": "rows = [torch.empty(2, 6), torch.empty(2, 6)]\n"
+    "    with dist._coalescing_manager(async_ops=True) as works:\n"
+    "        for each in rows: dist.all_gather_into_tensor(each, own)\n"
+    "    works.wait(); assert rows[0].equal(both) and rows[1].equal(both)",
+    "functional": "assert functional.all_reduce(own, 'sum', dist.group.WORLD).equal(total)",
+    "flat": "flat = torch.empty(12); dist.all_gather_into_tensor(flat, own)\n"
+    "    assert flat.equal(both.view(-1))",
+    "a sub-group": "group = dist.new_group([0]); rows = torch.empty(1, 6)\n"
+    "    if rank == 0: dist.all_gather_into_tensor(rows, own, group)\n"
+    "    assert rank or rows[0].equal(own)",
+}
+WRONG = {
+    "too small an output": "dist.all_gather_into_tensor(torch.empty(2, 5), own)",
+    "too large an output": "dist.all_gather_into_tensor(torch.empty(13), own)",
+    "another dtype": "dist.all_gather_into_tensor(torch.empty(2, 6).double(), own)",
+    "rows that do not divide": "dist.reduce_scatter_tensor(torch.empty(4), own)",
+    "a list that is too short": "dist.all_gather([torch.empty(6)], own)",
+    "unequal sizes, and not one's own": "dist.all_gather([torch.empty(4), torch.empty(5)], own)",
+    "a gather to one rank": "dist.gather(own, [torch.empty(2, 3)] * 2 if rank == 0 else None)",
+}
+"""What NCCL refuses as well."""
+
+
+@pytest.mark.parametrize("statement", REFUSED.values(), ids=REFUSED)
+def test_on_gloo_such_a_form_is_not_here(module_worlds: Worlds, named, statement: str):
+    found = judged(named(statement, pretends_cuda=False), module_worlds)
+    assert found.outcome is Outcome.NOT_HERE, found.message
+    assert "not here: gloo refuses " in found.message
+    assert "which torch documents and NCCL takes; --pretend-cuda stands in for" in found.message
+
+
+@pytest.mark.parametrize("statement", [*REFUSED.values(), *TAKEN.values()], ids=[*REFUSED, *TAKEN])
+def test_where_cuda_is_stood_in_for_it_is_done(module_worlds: Worlds, named, statement: str):
+    found = judged(named(statement, pretends_cuda=True), module_worlds)
+    assert found.outcome is Outcome.PASSED, found.message
+
+
+@pytest.mark.skipif(bool(hooks.needs()), reason="this torch cannot be simulated")
+@pytest.mark.parametrize("form", ["a gather into rows", "a gather of unequal sizes"])
+def test_simulated_ranks_do_it_too(module_worlds: Worlds, named, form: str):
+    found = judged(named(REFUSED[form], pretends_cuda=True), module_worlds, transport="sim")
+    assert found.outcome is Outcome.PASSED, found.message
+
+
+@pytest.mark.parametrize("pretends_cuda", [False, True], ids=["gloo", "stood in for"])
+@pytest.mark.parametrize("statement", WRONG.values(), ids=WRONG)
+def test_sizes_that_nccl_refuses_as_well_are_a_fault(
+    module_worlds: Worlds, named, statement: str, pretends_cuda: bool
+):
+    found = judged(named(statement, pretends_cuda), module_worlds)
+    assert found.outcome is Outcome.FAILED, found.message
+
+
+def test_what_cannot_be_stood_in_for_names_a_device(module_worlds: Worlds, named):
+    statement = "dist.all_reduce(own.to(torch.float8_e4m3fn))"
+    found = judged(named(statement, pretends_cuda=True), module_worlds)
+    assert found.outcome is Outcome.NOT_HERE, found.message
+    assert "run it on a machine with a CUDA device" in found.message
+
+
+def recorded(ctx: Context) -> list[list[tuple[str, int, int]]]:
+    """Kinds and sizes that are recorded of forms that gloo takes, and of those that it refuses."""
+    own, found = torch.ones(6), []
+    for rows, mine in ((torch.empty(12), own), (torch.empty(2, 6), own.view(2, 3))):
+        with ctx.recording() as recorder:
+            dist.all_gather_into_tensor(rows, own)
+            dist.reduce_scatter_tensor(torch.empty(3), mine)
+        log = recorder.log()
+        found.append([(str(e.kind), e.numel, e.bytes) for e in log.collectives()])
+    return found
+
+
+def test_what_is_recorded_is_the_same(module_worlds: Worlds):
+    for flat, stacked in module_worlds.world(2, GPU).run(recorded):
+        assert flat == stacked == [("gather", 12, 48), ("reduction", 6, 24)]
 
 
 # ----------------------------------------------------------------------------- who gets the truth

@@ -18,54 +18,45 @@ CLAUSES = {clause.id: clause for clause in load_all()}
 MEAN = CLAUSES["ddp.gradients.mean"]
 CASE = {"subject": "ddp", "situation": "mlp: backward 0"}
 
-WRAPPER = """
+DDP = """
 import torch.distributed as dist
-from torch import nn
 
-calls = []
-
-
-class Replica(nn.Module):
-    def __init__(self, module):
-        super().__init__()
-        self.module, self.works = module, []
-        for tensor in (*module.parameters(), *module.buffers()):
-            dist.broadcast(tensor.data, src=0)
-        for parameter in module.parameters():
-            parameter.register_post_accumulate_grad_hook(self.reduce)
-
-    def forward(self, *args, **kwargs):
-        return self.module(*args, **kwargs)
-
-    def reduce(self, parameter):
-        REDUCE
+calls, works = [], []
 
 
 def ddp(module, *, process_group=None):
     calls.append(module)
-    return Replica(module)
+    for tensor in (*module.parameters(), *module.buffers()):
+        dist.broadcast(tensor.data, src=0)
+    for parameter in module.parameters():
+        parameter.register_post_accumulate_grad_hook(reduce)
+    return module
+
+
+def reduce(parameter):
+    REDUCE
 
 
 def finish_gradient_synchronization(wrapped):
-    while wrapped.works:
-        wrapped.works.pop().wait()
+    while works:
+        works.pop().wait()
 """
 # Doubled, so that it is wrong whenever the division comes.
 DIVIDED_IN_FLIGHT = """
-        parameter.grad *= 2
-        self.works.append(dist.all_reduce(parameter.grad, async_op=True))
-        parameter.grad /= dist.get_world_size()
+    parameter.grad *= 2
+    works.append(dist.all_reduce(parameter.grad, async_op=True))
+    parameter.grad /= dist.get_world_size()
 """
-SUMMED = "self.works.append(dist.all_reduce(parameter.grad, async_op=True))"
+SUMMED = "works.append(dist.all_reduce(parameter.grad, async_op=True))"
 COUNTED = "parameter.grad *= len(calls)"
 
 
 def found(
     worlds: Worlds, folder: Path, reduce: str, clause: Clause = MEAN, **case: Any
 ) -> Exception:
-    """What a clause says of the wrapper with this hook, after a second run."""
+    """What a clause says of DDP with this hook, after a second run."""
     mine = folder / "mine.py"
-    mine.write_text(WRAPPER.replace("REDUCE", reduce.strip()), encoding="utf-8")
+    mine.write_text(DDP.replace("REDUCE", reduce.strip()), encoding="utf-8")
     world = worlds.world(3, target.parse(str(mine)))
     case = case or CASE
     telling = repeat.Repeats().telling(clause, {**case, "world": 3}, world)

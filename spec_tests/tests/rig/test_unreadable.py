@@ -8,9 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from spec_tests.chapters.data.test_partition import (
-    test_all_ranks_are_in_the_same_window_of_the_order,
-)
 from spec_tests.contract import FUNCTIONS
 from spec_tests.programs.laws import stream
 from spec_tests.rig import judge, ledger, shards, target
@@ -110,27 +107,6 @@ def test_what_the_rig_or_the_machine_is_at_fault_for_stays_an_error(error, obser
     ):
         raise error
     assert runner.outcome_of(caught.value) is Outcome.ERROR
-
-
-@pytest.mark.parametrize(
-    ("statement", "said"),
-    [
-        ("if rank: raise ValueError('no second rank')", "raised ValueError: no second rank"),
-        ("return []", "expected batches, got none on ranks [0, 1]"),
-        ("return None", "TypeError: 'NoneType' object is not iterable"),
-    ],
-    ids=["raises on one rank's arguments", "is empty", "is None"],
-)
-def test_a_loader_that_fails_gets_a_finding(worlds: Worlds, mine, statement, said):
-    which = mine(
-        "def token_loader(paths, *, batch_size, sequence_length, rank=0, world_size=1):\n"
-        f"    {statement}\n"
-        "    return iter(())\n"
-    )
-    result = judged(which, worlds, test_all_ranks_are_in_the_same_window_of_the_order)
-    worlds.drop(which)
-    assert result.outcome is Outcome.FAILED, result.message
-    assert said in result.message
 
 
 @pytest.mark.parametrize(("first", "words"), [(shards.STRIDE, "but others"), (1, "offsets")])

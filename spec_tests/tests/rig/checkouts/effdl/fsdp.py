@@ -43,25 +43,21 @@ class ShardedParameter:
         self.free()
 
     def gather(self):
-        """All rows, in the dtype to compute in."""
         mine = self.sharded.to_local().detach().to(self.full.dtype)
         gathered = torch.empty(self.full.shape, dtype=mine.dtype, device=mine.device)
         dist.all_gather_into_tensor(gathered, mine, group=self.mesh.get_group())
         return gathered
 
     def fill(self, gathered):
-        """The module computes with all rows."""
         self.full.untyped_storage().resize_(self.num_bytes)
         self.full.data.copy_(gathered)
         self.module._parameters[self.name] = self.full
 
     def free(self):
-        """The module holds this rank's rows."""
         self.full.untyped_storage().resize_(0)
         self.module._parameters[self.name] = self.sharded
 
     def reduce(self, stream):
-        """Hand the mean of the full gradients to the shard."""
         if self.full.grad is None:
             return
         grad, self.full.grad = self.full.grad.to(self.reduce_dtype), None
@@ -77,63 +73,38 @@ class FSDPModule:
     """What a sharded module can do besides."""
 
     def unshard(self):
-        """Begin to gather."""
-        if self.is_full or self.gathered is not None:
+        if self.is_full:
             return
-        stream = self.comm_ctx.all_gather_stream
-        with self.comm_ctx.device_handle.stream(stream):
-            self.gathered = [p.gather() for p in self.fsdp_params]
-            self.gather_event = stream.record_event()
-
-    def wait_for_unshard(self):
-        """Use what was gathered."""
-        if self.gathered is None:
-            return
-        self.gather_event.wait()
-        for parameter, gathered in zip(self.fsdp_params, self.gathered, strict=True):
-            parameter.fill(gathered)
-        self.gathered, self.is_full = None, True
-        done = self.comm_ctx.device_handle.current_stream().record_event()
-        self.comm_ctx.all_gather_stream.wait_event(done)
+        handle, stream = self.comm_ctx.device_handle, self.comm_ctx.all_gather_stream
+        with handle.stream(stream):
+            gathered = [p.gather() for p in self.fsdp_params]
+        handle.current_stream().wait_event(stream.record_event())
+        for parameter, rows in zip(self.fsdp_params, gathered, strict=True):
+            parameter.fill(rows)
+        self.is_full = True
 
     def reshard(self):
-        """Free the full weights."""
         for parameter in self.fsdp_params:
             parameter.free()
         self.is_full = False
 
     def before_forward(self, module, args):
-        """Gather."""
         self.unshard()
-        self.wait_for_unshard()
 
     def after_forward(self, module, args, output):
-        """Free, and ask to be told of the backward."""
         if self.reshard_after_forward or not torch.is_grad_enabled():
             self.reshard()
         if torch.is_tensor(output) and output.requires_grad:
             output.register_hook(self.before_backward)
 
     def before_backward(self, grad):
-        """Gather again; the end of the whole backward is the latest time to reduce."""
         self.unshard()
-        self.wait_for_unshard()
-        self.num_missing = sum(p.full.requires_grad for p in self.fsdp_params)
         if not self.is_in_backward:
             self.is_in_backward = True
             Variable._execution_engine.queue_callback(self.after_backward)
         return grad
 
-    def on_gradient(self, parameter):
-        """One gradient is complete; with the last of them the unit is."""
-        self.num_missing -= 1
-        if not self.num_missing:
-            self.after_backward()
-
     def after_backward(self):
-        """Free, and reduce on a stream of its own."""
-        if not self.is_in_backward:
-            return
         self.is_in_backward = False
         if self.reshard_after_backward:
             self.reshard()
@@ -148,7 +119,6 @@ class FSDPModule:
 
 
 def fully_shard(module, *, module_fqn, comm_ctx, mesh, reshard_after_forward=True, mp_policy=None):
-    """Shard every parameter below `module`, in place."""
     policy = mp_policy or MixedPrecisionPolicy()
     module.fsdp_params = [
         ShardedParameter(owner, name, parameter, mesh, policy)
@@ -158,12 +128,9 @@ def fully_shard(module, *, module_fqn, comm_ctx, mesh, reshard_after_forward=Tru
     module.comm_ctx, module.module_fqn = comm_ctx, module_fqn
     module.reshard_after_forward = reshard_after_forward
     module.reshard_after_backward = module.reduce_grads = True
-    module.gathered, module.is_full, module.is_in_backward = None, False, False
+    module.is_full = module.is_in_backward = False
     kind = type(module)
     module.__class__ = type(f"FSDP{kind.__name__}", (FSDPModule, kind), {})
-    for parameter in module.fsdp_params:
-        if parameter.full.requires_grad:
-            parameter.full.register_post_accumulate_grad_hook(module.on_gradient)
     module.register_forward_pre_hook(module.before_forward)
     module.register_forward_hook(module.after_forward)
     return module

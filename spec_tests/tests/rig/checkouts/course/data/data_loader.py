@@ -14,7 +14,6 @@ class BaseDataLoader:
         self.device = device
 
     def read(self, path):
-        """The tokens of a file."""
         with Path(path).open("rb") as file:
             header = np.frombuffer(file.read(256 * 4), dtype=np.int32)
             return np.frombuffer(file.read(2 * int(header[2])), dtype=np.uint16)

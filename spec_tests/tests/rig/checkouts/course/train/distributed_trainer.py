@@ -31,7 +31,6 @@ class DistributedTrainer:
         self.grad_accumulation_steps = global_batch_size // per_micro_batch
 
     def training_step(self, inputs, targets, should_sync):
-        """Forward and backward of a micro-batch; its loss, not yet scaled."""
         waits = self.ddp_enabled and not should_sync
         with self.model.no_sync() if waits else contextlib.nullcontext():
             logits = self.model(inputs)
@@ -40,7 +39,6 @@ class DistributedTrainer:
         return loss
 
     def _aggregate_loss(self, loss, device):
-        """The mean over ranks."""
         loss = loss.detach().clone().to(device)
         dist.all_reduce(loss)
         return (loss / dist.get_world_size()).item()

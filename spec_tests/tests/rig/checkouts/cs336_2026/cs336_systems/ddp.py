@@ -20,16 +20,13 @@ class OverlappedDDP(nn.Module):
                 parameter.register_post_accumulate_grad_hook(self.reduce)
 
     def reduce(self, parameter):
-        """Send this gradient, which is complete."""
         parameter.grad = parameter.grad.contiguous()
         self.in_flight.append((dist.all_reduce(parameter.grad, async_op=True), parameter))
 
     def forward(self, *args, **kwargs):
-        """As the module does."""
         return self.module(*args, **kwargs)
 
     def finish(self):
-        """Wait, and make means of sums."""
         for work, parameter in self.in_flight:
             work.wait()
             parameter.grad /= dist.get_world_size()

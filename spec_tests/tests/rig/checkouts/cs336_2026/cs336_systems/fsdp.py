@@ -13,7 +13,6 @@ class Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, shard, dtype):
-        """All-gather."""
         ctx.dtype = shard.dtype
         sent = shard.to(dtype).contiguous()
         pieces = [torch.empty_like(sent) for _ in range(dist.get_world_size())]
@@ -22,7 +21,6 @@ class Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        """Reduce, and keep the rows of this rank."""
         total = grad.to(ctx.dtype).contiguous()
         dist.all_reduce(total)
         mean = total / dist.get_world_size()
@@ -46,25 +44,21 @@ class FSDP(nn.Module):
 
     @staticmethod
     def compute(layer, dtype, x):
-        """The layer's forward with all rows of its weight; the model sees to the dtype of x."""
         weight = Gather.apply(layer.weight, dtype or layer.weight.dtype)
         if isinstance(layer, Embedding):
             return weight[x]
         return x @ weight.T
 
     def forward(self, *args, **kwargs):
-        """As the module does."""
         return self.module(*args, **kwargs)
 
     def finish(self):
-        """Mean gradients of what is replicated."""
         for name, parameter in self.module.named_parameters():
             if name not in self.sharded and parameter.grad is not None:
                 dist.all_reduce(parameter.grad)
                 parameter.grad /= dist.get_world_size()
 
     def full(self):
-        """Every parameter as the plain model has it."""
         return {
             name: Gather.apply(p.detach(), p.dtype) if name in self.sharded else p.detach()
             for name, p in self.module.named_parameters()

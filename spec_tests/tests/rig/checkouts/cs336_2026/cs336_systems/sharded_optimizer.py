@@ -14,7 +14,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         super().__init__(params, dict(kwargs))
 
     def add_param_group(self, group):
-        """Deal the parameters of a group, at construction or later."""
         super().add_param_group(group)
         group = self.param_groups[-1]
         for parameter in group["params"]:
@@ -30,7 +29,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None, **kwargs):
-        """Update what is owned, then let everybody have it."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -33,7 +33,6 @@ class DDP(Wrapper):
                 parameter.register_post_accumulate_grad_hook(self.average)
 
     def average(self, parameter):
-        """The parameter, where its gradient was meant."""
         dist.all_reduce(parameter.data)
         parameter.data /= dist.get_world_size()
 
@@ -42,7 +41,6 @@ class FSDP(Wrapper):
     """Fully replicated."""
 
     def finish(self):
-        """All-reduce everything."""
         for parameter in self.module.parameters():
             if parameter.grad is not None:
                 dist.all_reduce(parameter.grad)

@@ -26,7 +26,6 @@ class TimedDDP(nn.Module):
                 parameter.register_post_accumulate_grad_hook(self.reduce)
 
     def reduce(self, parameter):
-        """Send this gradient, which is complete, on a stream of its own."""
         assert parameter.grad.is_cuda
         begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self.stream.wait_stream(torch.cuda.current_stream())
@@ -39,7 +38,6 @@ class TimedDDP(nn.Module):
         self.in_flight.append((work, begun, ended))
 
     def forward(self, *args, **kwargs):
-        """As the module does, on the GPU."""
         nvtx.range_push("forward")
         args = [arg.to(self.device, non_blocking=True) for arg in args]
         out = self.module(*args, **kwargs)
@@ -47,7 +45,6 @@ class TimedDDP(nn.Module):
         return out
 
     def finish(self):
-        """Wait for all of them."""
         for work, begun, ended in self.in_flight:
             work.wait()
             ended.record()

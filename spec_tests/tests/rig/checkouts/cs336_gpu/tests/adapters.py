@@ -1,18 +1,6 @@
 """The adapters of 2025, filled in on a machine with GPUs."""
 
 
-def get_flashattention_autograd_function_pytorch():
-    from cs336_systems.attention import CompiledAttention
-
-    return CompiledAttention
-
-
-def get_flashattention_autograd_function_triton():
-    from cs336_systems.kernel import TritonAttention
-
-    return TritonAttention
-
-
 def get_ddp_individual_parameters(module):
     from cs336_systems.ddp import TimedDDP
 

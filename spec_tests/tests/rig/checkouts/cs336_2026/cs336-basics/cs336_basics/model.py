@@ -12,7 +12,6 @@ class Linear(nn.Module):
         self.weight = nn.Parameter(torch.randn(d_out, d_in) / d_in**0.5)
 
     def forward(self, x):
-        """[..., d_in] -> [..., d_out]."""
         return x @ self.weight.T
 
 
@@ -24,5 +23,4 @@ class Embedding(nn.Module):
         self.weight = nn.Parameter(torch.randn(vocab_size, d_model))
 
     def forward(self, ids):
-        """[...] -> [..., d_model]."""
         return self.weight[ids]

@@ -1,0 +1,205 @@
+"""What code does, and what that comes to: an outcome with words for its clause, and no more.
+
+Each row is an implementation that is right or wrong in one way. Whatever it does, who is judged
+beside it in the same worlds is judged as ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from spec_tests.rig import target
+from spec_tests.rig.ledger import load_all
+from spec_tests.rig.outcomes import Outcome
+from spec_tests.rig.ranks.world import Worlds
+from spec_tests.tests.rig.helpers import MEAN_CASE, RIGHT_BESIDE, UNANSWERED, calling, judged
+
+DIED, FAILED, HANG, NOT_HERE, NOT_OFFERED, PASSED = (
+    *(Outcome.DIED, Outcome.FAILED, Outcome.HANG),
+    *(Outcome.NOT_HERE, Outcome.NOT_OFFERED, Outcome.PASSED),
+)
+
+
+class Row(NamedTuple):
+    """An implementation, the outcome, words of the message, the clause and what its case has."""
+
+    text: str
+    outcome: Outcome
+    said: tuple[str, ...] = ()
+    clause: str = "ddp.gradients.mean"
+    case: Mapping[str, object] = MEAN_CASE
+
+
+NEEDS_CUDA = "not here: needs a CUDA device: "
+CALLS = {
+    "exits": ("sys.exit(0)", FAILED, "raised SystemExit: 0"),
+    "ends the process": ("os._exit(0)", DIED, "exited with 0"),
+    "crashes": ("import ctypes; ctypes.string_at(0)", DIED, "killed by SIGSEGV"),
+    "kills itself": ("os.kill(os.getpid(), 9)", DIED, "killed by SIGKILL"),
+    "recurses": ("return ddp(module)", FAILED, "raised RecursionError"),
+    "interrupts": ("raise KeyboardInterrupt", FAILED, "raised KeyboardInterrupt"),
+    "sleeps": ("time.sleep(1000)", HANG, "time.sleep(1000)"),
+    "long words": ("raise ValueError('x' * 10**8)", FAILED, "characters left out"),
+    "cuda": ("return module.cuda()", NOT_HERE, NEEDS_CUDA),
+    "streams": ("return torch.cuda.Stream()", NOT_HERE, NEEDS_CUDA),
+    "left open": ("raise NotImplementedError(module)", NOT_OFFERED, "not offered: ddp"),
+}
+"""What `ddp` does."""
+
+LAZY = """
+def ddp(module, *, process_group=None):
+    {}
+    return module
+def flash_attention(q, k, v, **options):
+    {}
+"""
+IMPORTS = {
+    "import no_such_package.part": "python -m pip install no_such_package",
+    "from cs336_basics.model import Linear": "course's package cs336_basics is not in the",
+    "import pytest.no_such_part": "another version of pytest is needed",
+    "from pytest import no_such_name": "another version of pytest is needed",
+    "import importlib.metadata as m; m.version('no-such-package')": "pip install -e",
+    "raise ImportError('libcudart.so: cannot open shared object file')": "does not fit this",
+}
+"""Statement to the advice on what is not installed."""
+FAULTY_IMPORTS = (
+    "import mine_too.no_such_part",
+    "from mine_too import no_such_name",
+    "from typing import no_such_name",
+    "import os.no_such_part",
+    # Merely after it, and not because of it.
+    "try: import no_such_package\n    except ImportError: raise ValueError(module)",
+    "from . import part",
+)
+"""What the implementation lacks of itself."""
+
+
+def lazy(statement: str) -> str:
+    return LAZY.format(statement, statement)
+
+
+LOADER = """
+def token_loader(paths, *, batch_size, sequence_length, rank=0, world_size=1):
+    {}
+    return iter(())
+"""
+LOADERS = {
+    "raises on one rank": ("if rank: raise ValueError('no second')", "raised ValueError: no seco"),
+    "is empty": ("return []", "expected batches, got none on ranks [0, 1]"),
+    "is None": ("return None", "TypeError: 'NoneType' object is not iterable"),
+}
+WORKERS = """
+from torch.utils.data import DataLoader
+from spec_tests import plain
+
+def token_loader(paths, **options):
+    batches = list(plain.token_loader(paths, **options))
+    return DataLoader(batches[{}:], batch_size=None, num_workers=2)
+"""
+MOVED = """
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+def ddp(module, *, process_group=None):
+    parameters = list(module.parameters())
+    flat = torch.cat([p.detach().reshape(-1) for p in parameters])
+    for parameter, part in zip(parameters, flat.split([p.numel() for p in parameters])):
+        parameter.data = part.view(parameter.shape)
+    {}
+    return DistributedDataParallel(module)
+"""
+TWICE = "module.kept = [torch.zeros_like(flat), torch.zeros_like(flat)]"
+RESULT = """
+import torch.distributed as dist
+from spec_tests.plain import *
+
+def finish_gradient_synchronization(wrapped):
+    for parameter in wrapped.parameters():
+        if parameter.grad is not None:
+            work = dist.all_reduce(parameter.grad, async_op=True)
+            work.wait()
+            parameter.grad = work.result()[0] / dist.get_world_size()
+
+def ddp(module, *, process_group=None):
+    return module
+"""
+WINDOW, ORDER = "data.partition.ranks-change-shard-together", "data.partition.sequences-in-order"
+OF_ATTENTION = {"subject": "flash_attention", "case": "none"}
+INSTALL, NOT_SIMULATED = "python -m pip install no_such_package", "Work.result() is not simulated"
+ROWS = {
+    **{name: Row(calling(does), outcome, (said,)) for name, (does, outcome, said) in CALLS.items()},
+    **{
+        statement: Row(lazy(statement), NOT_HERE, ("\nnot here: ", advice, "(mine.py:3)"))
+        for statement, advice in IMPORTS.items()
+    },
+    **{statement: Row(lazy(statement), FAILED) for statement in FAULTY_IMPORTS},
+    "a missing package is no refusal": Row(
+        lazy("import no_such_package"),
+        NOT_HERE,
+        (INSTALL,),
+        "attention.refusal.bad-input",
+        OF_ATTENTION,
+    ),
+    "a future's result": Row(RESULT, PASSED),
+    "a future's result, simulated": Row(
+        RESULT, NOT_HERE, (NOT_SIMULATED,), "ddp.schedule.same-gradients", {}
+    ),
+    **{
+        f"a loader that {name}": Row(LOADER.format(statement), FAILED, (said,), WINDOW, {})
+        for name, (statement, said) in LOADERS.items()
+    },
+    "a loader with workers": Row(WORKERS.format(0), PASSED, (), ORDER, {}),
+    "a loader with workers, a batch too far": Row(
+        WORKERS.format(1), FAILED, ("rank 0, batch 0: expected inputs[0, 0] to be",), ORDER, {}
+    ),
+    "a module that was moved": Row(MOVED.format("pass"), PASSED, (), "ddp.footprint.gradients", {}),
+    "a module that was moved, and copied twice": Row(
+        MOVED.format(TWICE), FAILED, (), "ddp.footprint.gradients", {}
+    ),
+    "no module": Row(
+        "def ddp(module, *, process_group=None):\n    pass\n",
+        FAILED,
+        ("AttributeError: expected a module, which has parameters, got NoneType",),
+        *("ddp.construction.is-a-module", {}),
+    ),
+    "a trainer without step": Row(
+        "def build_trainer(*args, **options):\n    return object()\n",
+        FAILED,
+        ("AttributeError: expected a trainer or an optimizer, which has step, got object",),
+        *("trainer.parameters.tied", {}),
+    ),
+    **{
+        f"names with a prefix, {clause}": Row(
+            "impostor:trainer.wrappers-names", PASSED, (), clause, {}
+        )
+        for clause in (
+            "trainer.parameters.tied",
+            "trainer.precision.near-float32",
+            "trainer.precision.small-updates",
+        )
+    },
+}
+
+
+@pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
+def test_what_code_does_is_a_result_for_its_clause(module_worlds: Worlds, mine, row: Row):
+    if NEEDS_CUDA in row.said and torch.cuda.is_available():
+        pytest.skip("needs a machine without CUDA")
+    mine("", "mine_too/__init__.py")
+    which = target.parse(row.text) if row.text.startswith("impostor:") else mine(row.text)
+    (clause,) = [each for each in load_all() if each.id == row.clause]
+    case = next(each for each in clause.cases() if row.case.items() <= each.items())
+    found = judged(which, module_worlds, clause, case)
+    module_worlds.drop(which)
+    assert found.outcome is row.outcome, found.message
+    for said in row.said:
+        # On a crowded machine the rank may have no processor to say in time where it is.
+        is_late = row.outcome is HANG and UNANSWERED in found.message
+        assert said in found.message or is_late, found.message
+    assert len(found.message) < 100_000
+    beside = judged(RIGHT_BESIDE, module_worlds)
+    assert beside.outcome is PASSED, "as if nothing had happened beside it"
