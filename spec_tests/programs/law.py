@@ -98,12 +98,14 @@ def same_as_alone(
     situation: str,
     *,
     looks: bool | Collection[str] = (),
+    values: bool = True,
     given: str = "",
 ) -> None:
     """Every rank must see what one process sees, call by call; or refuse what may be refused.
 
     Args:
         looks: which of `LOOKS` judge as well; True for all.
+        values: whether values judge; a clause on traffic does not fail for wrong ones.
         given: what else is given, for messages.
 
     Raises:
@@ -133,7 +135,16 @@ def same_as_alone(
     if subject in OPTIMIZER:
         judge_updates([rank["seen"] for rank in ranks], situation)
         return
-    judge_values(put_together([rank["seen"] for rank in ranks]), subject, situation)
+    if values:
+        judge_values(put_together([rank["seen"] for rank in ranks]), subject, situation)
+    _judge_looks(ranks, looks, subject, scene, program)
+
+
+def _judge_looks(
+    ranks: Sequence[Any], looks: Collection[str], subject: str, scene: Scene, program: Program
+) -> None:
+    __tracebackhide__ = True
+    situation = written(scene, program)
     if "sent" in looks:
         sent.judge_calls([rank["sent"] for rank in ranks], subject, scene, program)
         if subject in SHARDS:

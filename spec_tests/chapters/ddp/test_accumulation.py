@@ -42,7 +42,7 @@ def test_nothing_is_sent_inside_no_sync(world, subject, situation):
 
     The numbers are right either way: only a look at the traffic tells.
     """
-    same_as_alone(world, subject, situation, looks=("sent",))
+    same_as_alone(world, subject, situation, looks=("sent",), values=False)
 
 
 @clause("ddp.no-sync.keeps-local-sums", source="contract: local-sums; " + NO_SYNC)
@@ -186,7 +186,7 @@ def test_an_exception_inside_no_sync_does_not_leave_it_on(world, subject):
 )
 def test_an_inner_window_does_not_end_the_outer_one(world, subject):
     """Leaving a nested `no_sync` MUST restore the outer one, which still sends nothing."""
-    same_as_alone(world, subject, "mlp: nested 0 1, backward 2", looks=("sent",))
+    same_as_alone(world, subject, "mlp: nested 0 1, backward 2", looks=("sent",), values=False)
 
 
 @clause(
@@ -283,4 +283,5 @@ def test_two_backwards_of_one_forward_add_up(world, subject, situation):
 @example(flags=(False, False, False, True))
 def test_reductions_happen_exactly_where_they_were_asked_for(world, subject, flags):
     """A synchronised micro-batch MUST cost the usual reductions, any other one none."""
-    same_as_alone(world, subject, f"ragged: {TRAINED}{scheduled(flags)}", looks=("sent",))
+    situation = f"ragged: {TRAINED}{scheduled(flags)}"
+    same_as_alone(world, subject, situation, looks=("sent",), values=False)
