@@ -225,11 +225,11 @@ def test_one_command_survives_all_of_it_and_judges_the_others_as_ever(tmp_path: 
     assert found == {
         ("hostile.py", "ddp-w3"): "died",
         ("hostile.py", "ddp_bucketed-w3"): "failed",
-        ("hostile.py", "w2"): "died",
+        ("hostile.py", "sharded_optimizer-w2"): "died",
         ("hostile.py", "accumulation_steps-w1"): "failed",
         ("right.py", "ddp-w3"): "passed",
         ("right.py", "ddp_bucketed-w3"): "not_offered",
-        ("right.py", "w2"): "not_offered",
+        ("right.py", "sharded_optimizer-w2"): "not_offered",
         ("right.py", "accumulation_steps-w1"): "not_offered",
     }
     assert ended.returncode == 1, ended.stdout + ended.stderr

@@ -330,6 +330,8 @@ def test_a_card_tells_the_story_of_the_near_miss_that_it_is_like(monkeypatch):
     monkeypatch.setattr(causes, "dictionary", lambda: Dictionary({STORY["impostor"]: shown}))
     monkeypatch.setattr(causes, "family_of", lambda: {STORY["impostor"]: "stale"})
     monkeypatch.setattr(Families, "named", lambda *_, **__: ("stale",))
+    speaks = Families({"stale": "an old value"}, dict.fromkeys(shown, "stale"), {})
+    monkeypatch.setattr(causes, "families", lambda: speaks)
     page = render_page(events)
     assert page.count(STORY["does"]) == 1
     assert f"like impostor:{STORY['impostor']}" in page
