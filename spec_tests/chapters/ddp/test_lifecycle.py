@@ -318,6 +318,7 @@ def test_memory_does_not_grow_from_step_to_step(world, subject):
     level="production",
     source="contract: dropped-models; a cycle through hooks that Python's collector does not see",
     worlds=(2,),
+    transports=("gloo", "cuda"),  # simulated ranks share the memory of one process
 )
 def test_a_model_that_is_dropped_leaves_nothing_behind(world, subject):
     """Live bytes MUST NOT grow where models are wrapped, trained and dropped in turn."""
