@@ -257,7 +257,8 @@ class Alone:
 
     def clip(self, order: str) -> Gradients:
         found = {n: g.double() for n, g in self.gradients().items() if g is not None}
-        every = torch.cat([g.flatten() for g in found.values()])
+        # A wrong world may have no gradient at all.
+        every = torch.cat([torch.zeros(0).double(), *(g.flatten() for g in found.values())])
         norm = torch.linalg.vector_norm(every, ORDERS[order])
         self.zero_grad()
         clipped = {name: g * (norm / 2 / (norm + 1e-6)) for name, g in found.items()}

@@ -106,6 +106,10 @@ def test_each_fault_is_exposed_by_a_situation(fault):
     assert fault in exposed(*law.read(TELLS[fault]), 3, is_replicated="buffers" in fault)
 
 
+def test_a_wrong_world_in_which_no_gradient_is_left_has_a_norm():
+    assert "summed" in exposed(*law.read("backward 0, clip two"), 2)
+
+
 def test_a_silent_situation_exposes_nothing():
     assert exposed(*law.read("another_lives, evaluate 0")) == frozenset()
 
