@@ -106,7 +106,8 @@ def test_a_child_called_module_is_no_wrapped_model(world):
 
 def with_a_view(model):
     """Give the model a buffer in the memory of another one."""
-    model.register_buffer("table", torch.arange(6.0) + next(model.parameters()).detach().sum())
+    first = next(model.parameters()).detach()
+    model.register_buffer("table", torch.arange(6.0, device=first.device) + first.sum())
     model.register_buffer("head", model.table[1:3])
 
 

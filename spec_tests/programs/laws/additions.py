@@ -78,13 +78,16 @@ def added_to(model: Layer, addition: str) -> dict[str, nn.Parameter]:
     ADDITIONS[addition](model)
     named = model.named_parameters()
     new = {name: p for name, p in named if id(p) not in before}
-    for parameter in new.values() if addition == "layer" else ():
-        parameter.data.fill_(1.0)
+    device = next(model.parameters()).device
+    for parameter in new.values():
+        parameter.data = parameter.data.to(device)
+        if addition == "layer":
+            parameter.data.fill_(1.0)
     return new
 
 
 def _loss(model: nn.Module, rank: int) -> torch.Tensor:
-    x = torch.arange(8.0).view(2, 4) % 3 + rank
+    x = torch.arange(8.0, device=next(model.parameters()).device).view(2, 4) % 3 + rank
     loss: torch.Tensor = model(x).sum()
     return loss
 
@@ -100,7 +103,7 @@ def trained(ctx: Context, wrap: Any, finish: Any, subject: str, addition: str) -
     new: dict[str, Any] = {}
     for step in range(2):
         if step and addition:
-            new = {name: p.to(ctx.device) for name, p in added_to(model, addition).items()}
+            new = added_to(model, addition)
         (ctx.world_size * _loss(wrapped, ctx.rank)).backward()
         finish(ctx, subject, wrapped)
     grads = {name: p.grad for name, p in new.items()}

@@ -118,7 +118,7 @@ class Context:
         self.scratch = Path(config.scratch)
         self.device = torch.device("cpu")
         if config.transport == "cuda":
-            self.device = torch.device("cuda", config.rank % torch.cuda.device_count())
+            self.device = torch.device("cuda", torch.cuda.current_device())
         self._impl = impl
         self._groups: list[dist.ProcessGroup] = []
 
@@ -194,6 +194,9 @@ def main(config: RankConfig, tasks: Connection, control: Connection) -> None:
     number = str(config.rank)
     output = begin(config, tasks, control, {"RANK": number, "LOCAL_RANK": number})
     start_watcher(control, config)
+    if config.transport == "cuda":
+        # Before a mesh does it: that takes the device of number LOCAL_RANK, which may not be there.
+        torch.cuda.set_device(config.rank % torch.cuda.device_count())
     keep_last_words(Path(config.output_path).with_suffix(LAST_WORDS))
     store = dist.TCPStore("127.0.0.1", config.store_port, is_master=False)
     impl, greeting = load_implementation(config.target, config.transport)

@@ -50,10 +50,11 @@ def rank_environment(transport: str) -> dict[str, str]:
     """What the environment of a rank holds besides its own.
 
     Triton decides when a kernel is declared, so before the implementation is imported: a rank on
-    CPU interprets kernels, one on a GPU compiles them.
+    CPU interprets kernels, one on a GPU compiles them. A rank on CPU sees no GPU either:
+    `fully_shard` without a mesh takes the accelerator of the machine, wherever the model lies.
     """
-    interprets = {} if transport == "cuda" else {"TRITON_INTERPRET": "1"}
-    return {**RANK_ENVIRONMENT, **interprets}
+    on_cpu = {} if transport == "cuda" else {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return {**RANK_ENVIRONMENT, **on_cpu}
 
 
 def start_zygote(*modules: str) -> None:

@@ -129,14 +129,14 @@ def test_every_generator_is_seeded_by_seed_and_rank(worlds: Worlds):
 
 
 def surroundings(ctx: Context) -> list[object]:
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "CUDA_VISIBLE_DEVICES")
     group = str(dist.get_backend()), dist.get_world_size()
     return [*group, *(os.environ[name] for name in names), torch.get_num_threads(), str(ctx.device)]
 
 
-def test_the_default_group_is_gloo_and_one_thread_computes(own: Worlds):
+def test_a_rank_on_cpu_has_gloo_and_one_thread_and_sees_no_gpu(own: Worlds):
     for rank, found in enumerate(own.world(2).run(surroundings)):
-        assert found == ["gloo", 2, str(rank), "2", str(rank), 1, "cpu"]
+        assert found == ["gloo", 2, str(rank), "2", str(rank), "", 1, "cpu"]
     assert own.pool(2, None, "gloo").was_preloaded, "forked with torch"
 
 
