@@ -326,6 +326,7 @@ class OnRank:
         chosen(reached or [loss], layer).register_hook(fail)
         with contextlib.suppress(PlantedError):
             loss.backward()
+        self.ctx.was_interrupted()
 
     @torch.no_grad()
     def write(self, where: str) -> None:

@@ -137,6 +137,9 @@ class Context:
         """Let the other ranks get ahead: by this much; simulated ones as far as they can."""
         time.sleep(seconds)
 
+    def was_interrupted(self) -> None:
+        """Say that an exception ended a backward: the caller may now write to any gradient."""
+
     @contextlib.contextmanager
     def recording(self) -> Iterator[Recorder]:
         """Record collectives, marks and storage of the body's `with` block."""

@@ -77,6 +77,11 @@ class Collectives:
             f"{w.post}, launched at {w.post.where}" for w in self.launched[rank] if not w.is_done
         ]
 
+    def give_up_guard(self, rank: int) -> None:
+        """Let what `rank` has in flight be written to: its owner could not wait for it."""
+        for work in self._flying[rank]:
+            work.is_guarded = False
+
     # ------------------------------------------------------------------------------ posting
 
     def post(

@@ -57,6 +57,9 @@ class _Context(live.Context):
     def be_late(self, seconds: float) -> None:
         self.host.baton.step_aside()
 
+    def was_interrupted(self) -> None:
+        self.host.now.give_up_guard(self.rank)
+
     def finish(self) -> None:
         left = self.host.now.unwaited(self.rank) if self.schedule.unwaited == "error" else []
         if left:
