@@ -13,6 +13,11 @@ Steps
     3. Causal: row i sees keys up to i + K - Q; tiles in which no row sees a key are skipped. A row
        that sees nothing has O = 0 and L = -inf.
 
+Use
+    attend = PlainAttention()
+    out = attend(q, k, v, causal=True)              # [B, H, Q, D]
+    out, lse = attend(q, k, v, return_lse=True)     # lse [B, H, Q]
+
 Cost: O(Q K D) operations, O(Q D) memory beyond the inputs. Sums are float32 (float64 for float64
 inputs); P and dS are rounded to the inputs' dtype before they are multiplied, as tensor cores do.
 

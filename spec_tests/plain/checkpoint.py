@@ -12,6 +12,11 @@ Steps
     3. `load`: the first rank picks the highest step; all read it, check names and shapes before any
        change, restore. Generators are restored if the number of ranks is the same.
 
+Use
+    keeper = PlainCheckpoint()
+    keeper.save("run", step=3, model=model, optimizer=optimizer)
+    step = keeper.load("run", model=model, optimizer=optimizer)     # 3, on every rank
+
 Cost: the whole state passes through the first rank, pickled, and is written once.
 
 Source: torch.save's documentation; `man 2 rename` and `man 2 fsync`.

@@ -13,6 +13,9 @@ Steps
     3. Multiply every gradient by max_norm / (norm + 1e-6) where that is below 1.
     For p = inf sums become maxima. With error_if_nonfinite all ranks raise before any scaling.
 
+Use
+    norm = PlainClip(model.parameters(), 1.0, 2.0, False).run()     # before scaling
+
 Cost: one pass over the gradients in float64, one number per rank, one pass to scale.
 
 Source: torch.nn.utils.clip_grad_norm_, and Pascanu et al. 2013.

@@ -13,6 +13,14 @@ Steps
     3. `finish`: launch what is left, agree on the parameters that any rank used, wait, copy back.
     Inside `no_sync` gradients accumulate locally; the next backward outside sends their sum.
 
+Use
+    model = PlainDdp(module, bucket_bytes=25 * 2**20)
+    with model.no_sync():
+        loss(model(first)).backward()
+    loss(model(last)).backward()
+    model.finish()                          # every .grad is the mean over the ranks
+    optimizer.step()
+
 Cost: 2 (n - 1) / n times the bytes of the gradients per step and rank, overlapped with backward;
 one copy of the gradients while they are in flight, and one message about unused parameters.
 

@@ -9,6 +9,9 @@ Steps
     2. Two layers x = tanh(x + attention(x)), one head each, masked above the diagonal.
     3. Logits by a matrix that is not tied to the embedding. There are no norms and no dropout.
 
+Use
+    logits = PlainDecoder(vocab=256, longest=64, width=32)(ids)     # [B, T, 256] of [B, T]
+
 Cost: O(layers * length^2 * width) operations, with all scores in memory.
 
 Paper: Vaswani et al. 2017; Radford et al. 2018.

@@ -16,6 +16,8 @@ Steps
        does so for units whose inputs need no gradient.
     Without synchronisation, gradients wait unreduced beside a placeholder of zeros in `.grad`.
 
+Use: `fully_shard` makes a unit of each module that it is given; see the file of that name.
+
 Cost: per step and parameter two all-gathers and one reduce-scatter, 1.5 times what DDP sends; in
 memory a 1/ranks share of the model and two full units. Each reduction blocks until it is done.
 

@@ -12,6 +12,15 @@ Steps
     4. Before a state dict is made or loaded, register the shards; after a load adopt new ones.
     5. Count the steps of optimizers: their foreach and fused updates move no version counter.
 
+Use
+    fully_shard = PlainFsdp.functions()["fully_shard"]
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)                                  # the rest
+    optimizer = torch.optim.AdamW(model.parameters())   # afterwards: it gets the shards
+    loss(model(x)).backward()
+    optimizer.step()
+
 `fsdp` is CS336's whole-model shape: each Linear and Embedding whose weight nobody shares is a unit,
 the rest is replicated, and its gradients are averaged.
 

@@ -12,6 +12,11 @@ Steps
     3. Batch i of rank r is the sequences from (i * ranks + r) * batch_size on.
     4. Read each row with NumPy, return int64 inputs and targets that own their memory.
 
+Use
+    loader = PlainLoader(paths, batch_size=2, length=8, rank=0, size=2)
+    for inputs, targets in loader:          # [2, 8] each, int64
+        ...
+
 Cost: one small read per row, and nothing held between batches.
 
 Source: the loader of llm.c and of nanoGPT's `.bin` files; sequences never cross shards here.

@@ -12,6 +12,10 @@ Steps
        largest sum at any time is what the step needs above parameters and state.
     3. peak = parameters + optimizer state + that.
 
+Use
+    terms = PlainMemory(model, batch_size=2, sequence_length=8).estimate()
+    terms["peak_bytes"]
+
 Cost: a second model in memory and two steps. Nobody promised below level `production` that an
 estimate takes no memory.
 

@@ -12,6 +12,10 @@ Steps
     3. `PlainMfu`: rate * operations per token / dense peak of the device; None if it is unknown.
     4. `PlainExtrapolation`: time grows with parameters and tokens, operations are 6 N T.
 
+Use
+    report = PlainThroughput(step, tokens=2048, clock=time.perf_counter).report()
+    report["tokens_per_s"]
+
 Cost: 24 to 69 steps per measurement, one garbage collection per size.
 
 Source: Chowdhery et al. 2022, appendix B (MFU); Kaplan et al. 2020 (6 N T).

@@ -13,6 +13,9 @@ Steps
     3. overlap = both; exposed = communication alone; idle = duration - computation - exposed.
     4. Collectives are counted with the larger of input and output bytes.
 
+Use
+    steps = PlainTrace("rank0_trace.json").summary()["steps"]
+
 Cost: the whole file as JSON in memory; borders times intervals.
 
 Source: the Chrome trace format, as torch.profiler writes it.

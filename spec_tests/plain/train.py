@@ -12,6 +12,12 @@ Steps, for each optimizer step
     3. Finish the reduction, clip, stop on all ranks if the norm is NaN, set the rate, step.
     4. Report the mean loss, the rate of this step, the norm before clipping, the tokens.
 
+Use
+    records = PlainTrain(
+        model, optimizer, batches, steps=2, global_batch_size=8, micro_batch_size=2,
+        max_norm=1.0, lr=None,
+    ).run()
+
 Cost: one reduction of the gradients and two of a number per step.
 
 Source: Goyal et al. 2017 on large batches; transformers issue 34242 on the mean of means. Comes

@@ -11,6 +11,11 @@ Steps, for each update
        without synchronisation.
     3. Finish the reduction, clip once by the global norm, step.
 
+Use
+    trainer = PlainTrainer("zero1", module, make_optimizer, loss=loss, accumulation=2)
+    trainer.step([first, second])           # one update; returns the mean loss
+    trainer.save("run")
+
 Cost: that of the wrapper and the optimizer inside.
 
 Source: Li et al. 2020, section 3.2.4 on accumulation. Three strategies: replicas (`PlainDdp`),

@@ -12,6 +12,12 @@ Steps
        parameter from its owner.
     4. `full_state`: gather the parts; `load_state_dict`: keep what this rank owns.
 
+Use
+    optimizer = PlainZero1(model.parameters(), torch.optim.AdamW, None, {"lr": 1e-3})
+    loss(model(x)).backward()               # and the mean over the ranks, see `ddp`
+    optimizer.step()
+    state = optimizer.full_state()          # of all parameters, on every rank
+
 Cost: state shrinks to about 1/n; a step sends the parameters once, here one blocking broadcast for
 each of them.
 
