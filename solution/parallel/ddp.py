@@ -5,6 +5,13 @@ values and step with the same gradient, they stay the same without ever comparin
 from unequal ones, they stay unequal, with a loss that falls all the same. And the network should
 work while the backward still computes.
 
+    model = ddp_bucketed(model, bucket_size_mb=25)
+    with model.no_sync():
+        loss(model(first)).backward()       # stays on this rank
+    loss(model(last)).backward()            # sends both, while it computes
+    model.finish_gradient_synchronization()
+    optimizer.step()
+
 `Replica`, the shared base class:
 1. At construction all ranks compare names, shapes, dtypes and what is frozen (`agreement.py`): with
    different models they would send messages of different sizes, and hang or mix them up.

@@ -8,6 +8,8 @@ are unsharded on a rank only while that layer computes.
         fully_shard(block)
     fully_shard(model)                      # the rest: embedding, norm, head
     optimizer = AdamW(model.parameters())   # afterwards: it gets the shards
+    loss(model(batch)).backward()           # gathers, and leaves this rank's part of the mean
+    optimizer.step()
 
 1. Every call makes one *unit* (FSDP2: parameter group) of the parameters that no earlier call has
    taken, so calls go bottom-up, and cuts each along dim 0, as `torch.chunk` does, into a DTensor
