@@ -202,7 +202,7 @@ def amid(ctx, subject, problem, around):
 )
 @pytest.mark.parametrize("around", [float("nan"), 1e4])
 def test_what_lies_around_the_tensors_does_not_matter(world, subject, around):
-    """What lies in memory before and behind rows and head dims MUST NOT change a bit of the result.
+    """Memory before and behind rows and head dims MUST NOT change a bit of the result.
 
     The last tile reaches beyond seq_k, seq_q or head_dim: loads without a mask find it, and a
     weight of zero does not help against NaN.

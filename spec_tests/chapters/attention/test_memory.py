@@ -152,7 +152,7 @@ def poisoned(ctx, subject, problem, first):
     "Dao 2023, section 3.1.1: blocks above the diagonal are skipped, half of the work",
 )
 def test_tiles_that_nobody_sees_are_not_computed(world, subject):
-    """Keys 256 or more beyond what a row sees MUST NOT be read for it: NaN there has no effect.
+    """Keys 256 or more beyond a row's last visible one MUST NOT be read: NaN has no effect.
 
     A mask after the product hides a finite number; zero times NaN is NaN. Tiles on the diagonal may
     mix, so nothing is asked of the 256 rows before.

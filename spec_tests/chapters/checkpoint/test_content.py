@@ -153,7 +153,7 @@ SITUATIONS: dict[str, dict[str, Any]] = {
 )
 @pytest.mark.parametrize("situation", SITUATIONS)
 def test_each_group_and_each_frozen_layer_gets_its_own_back(world, situation):
-    """A load MUST give each group its own options, and moments of what is frozen by now as well."""
+    """A load MUST give each group its own options, and frozen parameters their moments as well."""
     ranks = in_folder(world, round_trip, "tied", "adamw", **SITUATIONS[situation])
 
     compare(ranks, "optimizer", quantity="saved optimizer state", given=situation)
@@ -340,7 +340,7 @@ def loaded_twice(ctx, directory):
 
 @clause("checkpoint.content.shares-no-memory", source="contract: shares-nothing", worlds=(2,))
 def test_loaded_values_are_nobody_elses(world):
-    """What is loaded MUST share no memory with the run that saved or with another that loaded."""
+    """Loaded tensors MUST share no memory with the run that saved or with another that loaded."""
     before, after = zip(*in_folder(world, loaded_twice), strict=True)
 
     judge.tensors(after, before, quantity="value from before the others trained")

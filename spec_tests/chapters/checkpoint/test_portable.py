@@ -59,7 +59,7 @@ def same_under_both(world, saver, loader):
 )
 @pytest.mark.parametrize("direction", ["to-plain", "from-plain"])
 def test_wrapped_and_plain_models_load_each_others(world, subject, direction):
-    """What is saved under the implementation's wrapper MUST load plain, and the other way round."""
+    """A model saved under the implementation's wrapper MUST load plain, and the other way round."""
     pair = (subject, None) if direction == "to-plain" else (None, subject)
     same_under_both(world, *pair)
 
@@ -71,7 +71,7 @@ def test_wrapped_and_plain_models_load_each_others(world, subject, direction):
 )
 @pytest.mark.parametrize("direction", ["to-plain", "from-plain"])
 def test_pytorchs_wrapper_and_plain_models_load_each_others(world, direction):
-    """What is saved under DistributedDataParallel MUST load plain, and the other way round."""
+    """A model saved under DistributedDataParallel MUST load plain, and the other way round."""
     same_under_both(world, *(("torch", None) if direction == "to-plain" else (None, "torch")))
 
 

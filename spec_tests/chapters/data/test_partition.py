@@ -185,7 +185,7 @@ def test_all_ranks_are_in_the_same_window_of_the_order(world, subject, size):
 @given(layout=layouts())
 @example(layout=Layout((52,), 3, 1, 3))
 def test_every_rank_yields_as_many_full_batches(world, subject, layout):
-    """Every rank MUST yield equally many batches, all full: what does not fill W * B is dropped.
+    """Every rank MUST yield equally many full batches; it drops what does not fill W * B.
 
     A rank with one batch more waits for ever in its next all-reduce.
     """

@@ -201,7 +201,7 @@ def test_an_inner_window_does_not_end_the_outer_one(world, subject):
     }
 )
 def test_zero_grad_inside_a_window_discards_what_was_pending(world, subject, situation):
-    """`zero_grad` after a window MUST discard what was pending: no hidden accumulator."""
+    """`zero_grad` after a window MUST discard pending gradients: no hidden accumulator."""
     same_as_alone(world, subject, situation)
 
 

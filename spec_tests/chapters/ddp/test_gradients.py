@@ -163,7 +163,7 @@ def test_evaluation_mode_says_nothing_of_gradients(world, subject):
     "torch.Tensor.register_hook: the hook should not modify its argument",
 )
 def test_a_gradient_that_is_also_anothers_is_left_alone(world, subject):
-    """Where autograd gives two one gradient tensor, each MUST hold the mean of its own gradient.
+    """Two parameters that autograd gives one gradient tensor MUST each hold their own mean.
 
     A sum passes its gradient on to both terms. Averaged in place by the hook of one, it is what the
     layers in front of the other compute theirs from.

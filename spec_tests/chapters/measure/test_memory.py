@@ -40,7 +40,7 @@ SMALL_CHANGE = 2**14
 )
 @pytest.mark.parametrize("model", ["wide", "deep", "checkpointed"])
 def test_activations_are_what_the_loss_leaves(world, subject, model):
-    """`activation_bytes` MUST be within 5 % of what forward and loss leave in the allocator."""
+    """`activation_bytes` MUST be within 5 % of the bytes that forward and loss leave allocated."""
     [found] = world.run(beside_the_truth, model)
 
     _near(found, "activation_bytes", model, extra=0)

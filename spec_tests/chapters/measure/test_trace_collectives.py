@@ -34,7 +34,7 @@ def judge_collectives(found, expected):
 )
 @pytest.mark.parametrize("device", DEVICES)
 def test_collectives_are_counted_by_kind(world, subject, device):
-    """Collectives MUST be counted by what was asked for, each once."""
+    """Collectives MUST be counted by the kind that was asked for, each once."""
     line = step_of(device)
     for begin in (100, 200, 300):
         line.send(begin, begin + 50, "all_gather", takes=10, gives=20)

@@ -93,7 +93,7 @@ def test_without_communication_there_is_no_fraction(world, subject, device):
     source="contract: times; a profiler records what runs before the first step, and evaluations",
 )
 def test_what_lies_outside_of_steps_does_not_count(world, subject):
-    """A time MUST hold what lies inside the step, of work across its border the part inside."""
+    """A time MUST hold the work inside the step, and of work across its border the inner part."""
     line = Timeline("cpu")
     line.step(4, 100, 200)
     line.step(5, 300, 500)
@@ -117,7 +117,7 @@ def test_what_lies_outside_of_steps_does_not_count(world, subject):
     source="contract: wrappers; a hook that waits lies inside its autograd node",
 )
 def test_what_only_calls_others_does_not_compute(world, subject):
-    """Nodes of autograd, annotations and what has no namespace MUST NOT count as computation.
+    """Nodes of autograd, annotations and bare names MUST NOT count as computation.
 
     A backward hook that waits for a collective lies inside its node: counted as computation, the
     dearest communication there is looks hidden.
@@ -139,7 +139,7 @@ def test_what_only_calls_others_does_not_compute(world, subject):
     source="contract: inside; gloo's workers copy with operators",
 )
 def test_operators_inside_a_collective_do_not_compute(world, subject):
-    """What an operator does inside a collective on its thread MUST NOT count as computation."""
+    """Operators inside a collective on its thread MUST NOT count as computation."""
     line = Timeline("cpu")
     line.step(0, 0, 1000)
     line.send(100, 400)
@@ -187,7 +187,7 @@ def _spans(limit):
 @example(work=[(0, 10), (0, 10), (10, 20)], sent=[(5, 10), (10, 15)], is_cuda=True)
 @example(work=[], sent=[(0, 40)], is_cuda=False)
 def test_any_intervals_are_counted_right(world, subject, work, sent, is_cuda):
-    """For any intervals, every time MUST be what counting microsecond by microsecond gives."""
+    """For any intervals, every time MUST equal a count microsecond by microsecond."""
     line = Timeline("cuda" if is_cuda else "cpu")
     line.step(0, 0, 40)
     for number, (begin, end) in enumerate(work):

@@ -92,7 +92,7 @@ def saves_between(ctx, directory, subject, setup):
     "trainer.checkpoint.saving-changes-nothing", source="contract: Trainer.save/inert", worlds=(3,)
 )
 def test_saving_changes_nothing(world, subject):
-    """Saving MUST NOT change what is trained afterwards."""
+    """Saving MUST NOT change later training."""
     setup = Setup(optimizer="adamw", accumulation=2)
     ranks = in_folder(world, saves_between, subject, setup)
 

@@ -164,7 +164,7 @@ def held_after(ctx, subject, steps):
 
 @clause("trainer.footprint.does-not-grow", level="correct", source="pytorch issue 158719")
 def test_memory_does_not_grow(world, subject):
-    """What a trainer holds between steps MUST NOT grow from step to step."""
+    """The memory that a trainer holds between steps MUST NOT grow from step to step."""
     for rank, (few, many) in enumerate(world.run(held_after, subject, (2, 8))):
         judge.holds(
             many <= few + 1024,

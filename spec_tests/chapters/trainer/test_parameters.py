@@ -187,6 +187,6 @@ def reads_several_times(run):
     worlds=(3,),
 )
 def test_reading_weights_changes_nothing(world, subject):
-    """Reading full parameters between steps, several times, MUST NOT change what is trained."""
+    """Reading full parameters between steps, several times, MUST NOT change later training."""
     setup = Setup(optimizer="momentum", accumulation=2)
     same_as_one_process(world, subject, reads_several_times, setup)

@@ -207,7 +207,7 @@ def declarations(ctx, subject):
 
 @clause("trainer.step.declares-what-is-known", source="contract: declares")
 def test_declarations_are_those_of_the_contract(world, subject):
-    """What a trainer declares MUST be a choice that the contract names, equal on all ranks."""
+    """Each declared choice MUST be one that the contract names, equal on all ranks."""
     allowed = {
         "unused": ("none", "zero"),
         "gradient": ("mean", "sum"),

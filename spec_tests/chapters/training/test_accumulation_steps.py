@@ -51,7 +51,7 @@ def test_steps_times_micro_batch_times_ranks_is_the_global_batch(
 )
 @pytest.mark.parametrize("sizes", ["6/2/2", "2/2/2", "7/1/2", "1/2/1", "10/4/1", "12/5/2"])
 def test_a_global_batch_that_does_not_divide_is_refused(world, subject, sizes):
-    """What does not divide MUST be a ValueError: rounding trains with another batch in silence."""
+    """Batch sizes that do not divide MUST be a ValueError: rounding trains another batch."""
     ranks = world.run(asked, *map(int, sizes.split("/")))
 
     for rank, found in enumerate(ranks):

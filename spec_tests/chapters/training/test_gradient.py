@@ -186,7 +186,7 @@ def held_by_one(ctx, holder, job):
 )
 @pytest.mark.parametrize("holder", ["optimizer", "model"])
 def test_gradients_of_what_only_one_of_them_holds_do_not_count(world, subject, holder):
-    """What only the optimizer, or only the model holds MUST NOT bring a gradient from before."""
+    """A parameter of only the optimizer, or only the model, MUST NOT bring an earlier gradient."""
     job = Job(2, 1, world.size, max_norm=1e3)
     ranks = world.run(held_by_one, holder, job)
 
@@ -239,7 +239,7 @@ def in_two_calls(ctx, wrapper, job, first):
 )
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_training_in_two_calls_is_training_in_one(world, subject, wrapper):
-    """Two calls over one iterator MUST do what one call with the sum of their steps does."""
+    """Two calls over one iterator MUST train like one call with the sum of their steps."""
     job = Job(1, 3, world.size, steps=4)
     judged(world.run(in_two_calls, wrapper, job, 1), job, given="1 and 3 steps")
 
@@ -289,7 +289,7 @@ def test_a_gradient_below_the_bound_is_left_alone(world, subject, wrapper):
     worlds=(1, 2),
 )
 def test_a_bound_of_zero_leaves_the_weights(world, subject):
-    """With a max_norm of 0 the weights MUST stay what they are, or the call raise.
+    """With a max_norm of 0 the weights MUST keep their values, or the call raises.
 
     `if max_norm:` takes it for no bound at all.
     """

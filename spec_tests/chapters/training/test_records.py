@@ -114,7 +114,7 @@ def test_the_reported_norm_is_that_of_the_mean_gradient(world, subject, wrapper)
 )
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_the_reported_norm_is_that_before_clipping(world, subject, wrapper):
-    """Where gradients are clipped, `grad_norm` MUST be the norm before that.
+    """Where gradients are clipped, `grad_norm` MUST be the norm before clipping.
 
     Afterwards it is max_norm in every line of the log, and a spike cannot be seen.
     """
@@ -187,7 +187,7 @@ def with_too_few_rates(ctx, wrapper, job):
     worlds=(1, 2),
 )
 def test_a_schedule_that_ends_early_is_an_error(world, subject):
-    """Where `lr` raises StopIteration the call MUST raise, and not end as if all were done."""
+    """Where `lr` raises StopIteration the call MUST raise, and not end like a finished run."""
     job = Job(1, 1, world.size, steps=3)
     ranks = world.run(with_too_few_rates, "ddp" if world.size > 1 else "plain", job)
 

@@ -49,7 +49,7 @@ def in_a_lying_environment(ctx, wrapper, job):
 )
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_the_process_group_says_how_many_ranks_there_are(world, subject, wrapper):
-    """How many ranks train MUST be read from the process group, not from the environment.
+    """The number of ranks MUST be read from the process group, not from the environment.
 
     The two differ in a notebook, under a custom launcher, and on a sub-group.
     """

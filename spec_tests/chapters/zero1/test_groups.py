@@ -93,7 +93,7 @@ def test_a_group_that_is_added_later_trains_from_then_on(world, subject):
     worlds=(3, 4),
 )
 def test_a_rank_that_owned_nothing_updates_what_it_owns_later(world, subject):
-    """A rank that owned nothing MUST update what it owns of a group that is added later."""
+    """A rank that owned nothing MUST update its parameters of a group that is added later."""
     same_as_alone(world, subject, f"{TWO} adamw: {steps(1)}, add_group, {steps(2, 3)}")
 
 

@@ -39,7 +39,7 @@ def test_what_looks_at_whole_tensors_gets_them(world, subject):
     }
 )
 def test_what_an_optimizer_keeps_in_its_groups_stays(world, subject, situation):
-    """What an optimizer writes into its own groups MUST be there at its next step, or be refused.
+    """Values that an optimizer writes into its groups MUST stay to its next step, or be refused.
 
     Options that are copied from outside in every step may overwrite it.
     """

@@ -170,7 +170,7 @@ def test_the_full_state_is_the_unsharded_optimizers(world):
     worlds=(2,),
 )
 def test_taking_the_full_state_changes_nothing(world, subject):
-    """Taking the full state, before the first step too, MUST NOT change what training does."""
+    """Exporting the full state, also before the first step, MUST NOT change later training."""
     program = f"save, {steps(1)}, save, {steps(2)}, save, {steps(3)}, save"
     same_as_alone(world, subject, f"{TOY} adamw: {program}")
 

@@ -128,7 +128,7 @@ def test_a_step_sends_a_few_messages(world):
     source="contract: same-order; collectives are paired by position",
 )
 def test_all_ranks_issue_the_same_collectives(world):
-    """All ranks MUST issue the same collectives in a step, whoever owns what."""
+    """All ranks MUST issue the same collectives in a step, whichever rank owns a parameter."""
     agreement.same_collectives(world.run(third_step, f"{TOY} adamw"), given="third step")
 
 
