@@ -1,8 +1,8 @@
 """The contract: everything that an implementer has to read.
 
 An implementation is a module, a package or a file with any of these functions, by these
-names and with these arguments. What it leaves out is reported as "not offered", never as failed;
-the same holds for a function that raises NotImplementedError, and for a method of
+names and with these arguments. A function that it leaves out is reported as "not offered", never
+as failed; the same holds for a function that raises NotImplementedError, and for a method of
 `OPTIONAL_METHODS` that an object lacks. `solution/__init__.py` satisfies the contract as it stands,
 and so does this file of five lines, as far as it goes:
 

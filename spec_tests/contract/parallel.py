@@ -162,7 +162,7 @@ def sharded_optimizer(
         closure-options: Options that the closure sets count in that step, and stay.
         divided-after-load: After a load, too, `.state` holds only the state that this rank owns.
         balanced: A rank's state is at most twice the larger of its share and any parameter's.
-        current-weights: A step begins with the weights as they are, whoever wrote them.
+        current-weights: A step begins with the current weights, also if other code wrote them.
         whole-groups: `param_groups` are the caller's, in order, with all parameters.
         rates: `param_groups` show the caller's rates, or the default of `optimizer_cls`.
         live-groups: A change of `param_groups` takes effect at the next step.

@@ -70,7 +70,7 @@ def fully_shard(
         hints: The prefetch setters may change when a unit is gathered. They change no value.
         integers: Frozen integers keep their values.
         jvp: `torch.func.jvp` of a forward gives what it gives of the plain model.
-        as-pytorch: What no line names has the meaning and defaults of PyTorch's `fully_shard`.
+        as-pytorch: Other options have the meaning and default of PyTorch's `fully_shard`.
 
     Level `production`:
         ignored: Parameters in `ignored_params` stay plain, whole and local, and are not sent.

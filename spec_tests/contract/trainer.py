@@ -1,7 +1,7 @@
 """The contract of a trainer: an implementation that owns forward, backward and optimizer step.
 
 DeepSpeed, a Hugging Face trainer or a loop of one's own fit no wrapper's contract: one hands them a
-module and micro-batches, and reads weights afterwards. What they are compared with is one process
+module and micro-batches, and reads weights afterwards. The expected weights come from one process
 that sees all micro-batches of all ranks.
 """
 
