@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import torch
+import torch.distributed as dist
 
 from spec_tests.museum.reality import faulty
 from spec_tests.plain.ddp import PlainDdp
@@ -108,7 +109,7 @@ class ScalesInFlight(PlainDdp):
 
     def launch(self, bucket):
         self.launched += 1
-        flat = self.flatten(bucket)
-        handle = self.send(flat)
+        flat = torch.cat([self.local(index).reshape(-1) for index in bucket])
+        handle = dist.all_reduce(flat, group=self.group, async_op=True)
         flat /= self.size()
         self.flying.append((bucket, flat, handle))
