@@ -108,7 +108,7 @@ def counts() -> tuple[int, int]:
 def build(words: str, target: Target) -> Any:
     """The implementation below with the impostor's functions or patches. Called in ranks only."""
     impostor = find(words)
-    patches = impostor.patches if impostor.is_here else ()
+    patches = impostor.patches if impostor.is_here and impostor.functions is None else ()
     for module, _, _ in patches:
         forget(package_of(module, target.module))
     with patched(patches):

@@ -1,33 +1,53 @@
 """The card of an impostor: what it does wrong, where that was seen, which clauses must reject it.
 
-An impostor is one class. Its base is right code with a method for each decision, the class
-overrides one of them, and the docstring is the story:
+An impostor is right code with one thing changed. Where that is a line or a few, of
+`spec_tests.plain` or of the reference, the impostor is a difference:
 
-    @near_miss("ddp.sum-for-mean", rejected_by="ddp.gradients.mean")
-    class SumForMean(PlainDdp):
-        '''Sums gradients and never divides.
+    DDP = Source("spec_tests.plain.ddp")
 
-        From: the commonest fault of all.
-        Unseen: Adam's curves are the same.
+    DDP.near_miss(
+        "ddp.first-rank-of-world",
+        "ddp.group.starts-from-its-first-rank",
+        "- dist.broadcast(whole, group=self.group, group_src=0)",
+        "+ dist.broadcast(whole, src=0)",
+        does="Broadcasts over the world in place of the group.",
+        seen="`src=0` and no group in the constructor.",
+        unseen="Tests have one group.",
+    )
+
+Where it is a method or more, the impostor is a class that overrides a method of its base, and the
+docstring is the story:
+
+    @near_miss("ddp.sends-frozen", rejected_by="ddp.traffic.frozen-not-sent")
+    class SendsFrozen(PlainDdp):
+        '''Sends zeros for frozen parameters.
+
+        From: Flattening `p.grad` of all parameters.
+        Unseen: The result is thrown away; fine-tuning pays for the whole model.
         '''
 
-        def scale(self, flat):
-            return flat.clone()
+        def launch(self, bucket):
+            ...
 
 The first paragraph says what it does, "From:" the real bug or how one comes to write it, "Unseen:"
 why usual tests miss it; further paragraphs are notes. The base's class method `functions` says how
-its subclasses become functions of the contract. `Patched` changes lines of the reference, and
-`FreeStanding` offers its static methods. Decorating a class adds its card to `CATALOGUE`.
+its subclasses become functions of the contract. `FreeStanding` offers its static methods. Each card
+is added to `CATALOGUE`.
 """
 
 from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any, ClassVar, TypeVar
+
+from spec_tests import plain
+from spec_tests.museum.patching import Patch, patched_class, patches_of
+from spec_tests.plain.ddp import PlainDdp
+from spec_tests.plain.fully_shard import PlainFsdp
 
 Functions = dict[str, Any]
 Kind = TypeVar("Kind", bound=type)
@@ -44,8 +64,12 @@ class Impostor:
         unseen: why usual tests miss it.
         rejected_by: ids of the clauses that must each reject it.
         outcomes: how a rejection may show; most are plain failures.
-        code: the decorated class; None for the control that changes nothing.
+        code: the decorated class; of a patch of `spec_tests.plain` the class that it changes; None
+            for a patch of another module, and for the control that changes nothing.
         also: of a benign variant, patterns of clauses of level `production` that it passes, too.
+        patches: the changed lines, see `patching`.
+        requires: the module without which there is nothing to judge, such as "triton", or "".
+        alone: whether it only computes, so that clauses for one rank need no process (`alone`).
     """
 
     id: str
@@ -56,28 +80,26 @@ class Impostor:
     outcomes: tuple[str, ...] = ("failed",)
     code: type | None = None
     also: tuple[str, ...] = ()
+    patches: tuple[Patch, ...] = ()
+    requires: str = ""
+    alone: bool = False
 
     @property
     def functions(self) -> Callable[[], Functions] | None:
         """Makes the contract functions that replace those of the implementation below."""
-        return getattr(self.code, "functions", None)
+        code = self.code
+        if code is not None and self.patches and not issubclass(code, Patched):
+            return lambda: patched_class(code, self.patches).functions()
+        return getattr(code, "functions", None)
 
     @property
-    def patches(self) -> tuple[tuple[str, str, str], ...]:
-        """Source patches of the reference, see `patching`."""
-        if self.code is None or not issubclass(self.code, Patched):
-            return ()
-        return ((self.code.module, self.code.find, self.code.replace),)
+    def brings(self) -> set[str]:
+        """The names of the contract functions that it replaces; none if it patches the reference.
 
-    @property
-    def requires(self) -> str:
-        """The module without which there is nothing to judge, such as "triton", or ""."""
-        return getattr(self.code, "requires", "")
-
-    @property
-    def alone(self) -> bool:
-        """True if it only computes, so that clauses for one rank need no process (`alone`)."""
-        return getattr(self.code, "alone", False)
+        A patch changes no name, so that its base is asked, and nothing is imported anew.
+        """
+        functions: Callable[[], Functions] = getattr(self.code, "functions", dict)
+        return {*functions()}
 
     @property
     def is_here(self) -> bool:
@@ -112,6 +134,52 @@ CATALOGUE: dict[str, Impostor] = {}
 """Every impostor by its id, in the order in which their modules are imported."""
 
 
+BASES = {base.__module__: base for base in (*plain.BASES, PlainDdp)} | {
+    "spec_tests.plain.fsdp": PlainFsdp
+}
+"""The class of `spec_tests.plain` that offers the functions of a module there."""
+
+
+class Source:
+    """A module that near-misses change.
+
+    A difference is lines that begin with "- " (goes), "+ " (comes) or "  " (stays); how far they
+    are indented in the module is not said. A line "..." begins another place of the same module,
+    "@ MODULE" one of another module.
+
+    Args:
+        module: a module of `spec_tests.plain`, or one of the implementation below.
+        base: the class of `spec_tests.plain` whose functions are offered; by default the one in
+            `BASES`, and none for a module of the implementation below.
+        about: attributes that all its cards have, such as `requires` and `alone`.
+    """
+
+    def __init__(self, module: str, base: type | None = None, **about: Any) -> None:
+        self.module, self.base, self.about = module, base or BASES.get(module), about
+
+    def near_miss(
+        self,
+        id: str,
+        rejected_by: str | tuple[str, ...],
+        *difference: str,
+        does: str,
+        seen: str,
+        unseen: str,
+        outcomes: tuple[str, ...] = ("failed",),
+    ) -> None:
+        """Register the changed module as a near-miss that each of these clauses must reject."""
+        clauses = (rejected_by,) if isinstance(rejected_by, str) else rejected_by
+        self._add(Impostor(id, does, seen, unseen, clauses, outcomes), difference)
+
+    def benign(self, id: str, *difference: str, does: str, also: tuple[str, ...] = ()) -> None:
+        """Register the changed module as right but unusual code, see `benign`."""
+        self._add(Impostor(id, does, "", "", (), also=also), difference)
+
+    def _add(self, card: Impostor, difference: Sequence[str]) -> None:
+        patches = patches_of(self.module, difference)
+        _add(replace(card, code=self.base, patches=patches, **self.about))
+
+
 def near_miss(
     id: str, *, rejected_by: str | tuple[str, ...], outcomes: tuple[str, ...] = ("failed",)
 ) -> Callable[[Kind], Kind]:
@@ -131,7 +199,7 @@ def near_miss(
                 'a sentence, a blank line, a line "From: ..." and a line "Unseen: ..."'
             )
         seen, unseen = map(_one_line, found.groups())
-        return _add(Impostor(id, does, seen, unseen, clauses, outcomes, code), code)
+        return _of_class(Impostor(id, does, seen, unseen, clauses, outcomes, code), code)
 
     return register
 
@@ -141,16 +209,25 @@ def benign(id: str, *, also: tuple[str, ...] = ()) -> Callable[[Kind], Kind]:
 
     Of level `production` those whose ids match `also`: the bases do not promise all of it.
     """
-    return lambda code: _add(
+    return lambda code: _of_class(
         Impostor(id, _paragraphs(code)[0], "", "", (), code=code, also=also), code
     )
 
 
-def _add(card: Impostor, code: Kind) -> Kind:
+def _of_class(card: Impostor, code: Kind) -> Kind:
+    """Add the card, with what the class says of itself."""
+    own: tuple[Patch, ...] = ()
+    if issubclass(code, Patched):
+        own = ((code.module, code.find, code.replace),)
+    requires, alone = getattr(code, "requires", ""), getattr(code, "alone", False)
+    _add(replace(card, patches=own, requires=requires, alone=alone))
+    return code
+
+
+def _add(card: Impostor) -> None:
     if card.id in CATALOGUE:
         raise ValueError(f"{card.id}: expected an id of its own, got that of another impostor")
     CATALOGUE[card.id] = card
-    return code
 
 
 def _paragraphs(code: type) -> list[str]:

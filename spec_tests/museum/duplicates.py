@@ -60,7 +60,7 @@ def likeness(one: list[str], other: list[str]) -> float:
 def tokens_of(card: Impostor) -> list[str]:
     """What the near-miss changes, in tokens."""
     if card.patches:
-        return re.findall(r"\w+|[^\w\s]", " ".join(card.patches[0]))
+        return re.findall(r"\w+|[^\w\s]", " ".join(itertools.chain(*card.patches)))
     tokens: list[str] = []
     for text in dict.fromkeys(_texts(card.code, set())):
         tokens += split(text)

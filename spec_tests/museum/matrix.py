@@ -124,7 +124,7 @@ def named_clauses(impostor: Impostor) -> list[Clause]:
 
 def brought_by(impostor: Impostor) -> set[str]:
     """The contract functions that it replaces; none if it patches the reference."""
-    return {*impostor.functions()} if impostor.functions else set()
+    return impostor.brings
 
 
 def _observable() -> list[Clause]:

@@ -18,7 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from spec_tests.museum.card import Impostor, Patched
+from spec_tests.museum.card import Impostor
 
 PREFIX = "mutant."
 _PAIRS = [
@@ -203,5 +203,5 @@ def find(words: str) -> Impostor:
         raise ValueError(f"expected a number below {count} after {module}, got {number!r}")
     text = Path(str(find_spec(module).origin)).read_text(encoding="utf-8")  # type: ignore[union-attr]  # `source` found it
     mutant = of(module, int(number))
-    code = type("Mutant", (Patched,), {"module": module, "find": text, "replace": mutant.after})
-    return Impostor(words, mutant.difference(), "a machine", "", ("any",), code=code)
+    patches = ((module, text, mutant.after),)
+    return Impostor(words, mutant.difference(), "a machine", "", ("any",), patches=patches)

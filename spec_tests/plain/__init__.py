@@ -36,7 +36,7 @@ from spec_tests.plain.trainer import PlainTrainer
 from spec_tests.plain.zero1 import PlainZero1
 
 # PlainTrain after PlainFsdp: its wrapper's finish_gradient_synchronization ends either's backward.
-for _base in (
+BASES = (
     PlainAttention,
     PlainCheckpoint,
     PlainClip,
@@ -52,5 +52,6 @@ for _base in (
     PlainTrain,
     PlainTrainer,
     PlainZero1,
-):
+)
+for _base in BASES:
     globals().update(_base.functions())

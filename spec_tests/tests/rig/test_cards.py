@@ -7,15 +7,16 @@ import ast
 import importlib
 import pkgutil
 import re
+import sys
 from pathlib import Path
 
 import pytest
 
 from spec_tests import museum, plain
 from spec_tests.contract import FUNCTIONS
-from spec_tests.museum import card, duplicates, page
+from spec_tests.museum import card, duplicates, page, patching
 from spec_tests.rig import ledger
-from spec_tests.rig.target import Implementation
+from spec_tests.rig.target import REPOSITORY_ROOT, Implementation
 
 
 @pytest.fixture
@@ -64,6 +65,51 @@ def test_a_patched_class_is_a_card_of_one_patch(catalogue):
     assert (found.patches, found.functions) == ((("solution.step", "a", "b"),), None)
     assert found.is_benign
     assert found.code is Same
+
+
+def test_a_difference_is_a_card(catalogue):
+    clip = card.Source("spec_tests.plain.clip", alone=True)
+    difference = ("  a", "- b", "+ c", "...", "- d")
+    clip.near_miss("clip.one", "clip.a.b", *difference, does="Is.", seen="a bug.", unseen="ever.")
+    card.Source("solution.step").benign("benign.same", "- e", "@ solution.loss", "- f", does="Is.")
+    one, same = catalogue.values()
+    assert one.patches == (
+        ("spec_tests.plain.clip", "a\nb\n", "a\nc\n"),
+        ("spec_tests.plain.clip", "d\n", ""),
+    )
+    assert (one.does, one.seen, one.unseen) == ("Is.", "a bug.", "ever.")
+    assert (one.rejected_by, one.alone, one.brings) == (("clip.a.b",), True, {"clip_grad_norm_"})
+    assert same.patches == (("solution.step", "e\n", ""), ("solution.loss", "f\n", ""))
+    assert (same.is_benign, same.alone, same.functions, same.brings) == (True, False, None, set())
+
+
+def test_a_line_of_a_difference_says_whether_it_stays(catalogue):
+    with pytest.raises(ValueError, match=r"expected a line that begins with .* got 'b'"):
+        card.Source("solution.step").benign("benign.same", "- a", "b", does="Is the same.")
+
+
+def test_a_difference_of_plain_code_is_nobody_elses(catalogue):
+    own = sys.modules["spec_tests.plain.clip"]
+    card.Source(own.__name__).benign("benign.one", "- return norm", "+ return 7", does="Is 7.")
+    wrong = catalogue["benign.one"].functions
+    assert wrong is not None
+    assert wrong()["clip_grad_norm_"]([], 1.0) == 7
+    assert sys.modules["spec_tests.plain.clip"] is own
+    assert sys.modules["spec_tests.plain"] is plain
+    assert own.PlainClip.functions()["clip_grad_norm_"]([], 1.0) == 0
+
+
+CHANGED = [found for found in museum.CATALOGUE.values() if found.patches]
+
+
+@pytest.mark.parametrize("found", CHANGED, ids=lambda found: found.id)
+def test_a_difference_fits_its_module(found: card.Impostor):
+    texts: dict[str, str] = {}
+    for module, find, replace in found.patches:
+        path = REPOSITORY_ROOT / f"{module.replace('.', '/')}.py"
+        text = texts.get(module) or path.read_text(encoding="utf-8")
+        texts[module] = patching.changed(text, find, replace, module)
+        compile(texts[module], module, "exec")
 
 
 @pytest.mark.parametrize(
