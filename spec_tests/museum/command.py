@@ -5,6 +5,7 @@ python -m spec_tests impostors --repeat 20          20 times each: a rejection b
 python -m spec_tests impostors --accepted           benign ones, and a sample of other chapters
 python -m spec_tests impostors --full               both, and all of the other chapters: an hour
 python -m spec_tests impostors --only 'ddp.no-*'    some of them
+python -m spec_tests impostors --only 'reality.*'   bugs that users reported, see `bugs`
 python -m spec_tests impostors --margins            and how far errors and noise are from tolerances
 python -m spec_tests impostors --transport sim      on simulated ranks: how each fault is noticed
 python -m spec_tests impostors --transport sim --rate 100    and how often, on sim and on gloo
@@ -19,7 +20,7 @@ import os
 import random
 from collections.abc import Sequence
 
-from spec_tests.museum import CATALOGUE, FORCED_FAILURE, REFERENCE
+from spec_tests.museum import CATALOGUE, FORCED_FAILURE, REFERENCE, bugs
 from spec_tests.museum.card import Impostor
 from spec_tests.museum.crew import Crew, Job, Verdict, serve
 from spec_tests.museum.matrix import owed_by_benign, unrelated_clauses
@@ -61,7 +62,8 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     if options.serve:
         return serve_as_ranks_expect()
-    chosen = [i for i in CATALOGUE.values() if fnmatch.fnmatchcase(i.id, options.only)]
+    known = bugs.cards() if options.only.startswith(bugs.PREFIX) else CATALOGUE
+    chosen = [i for i in known.values() if fnmatch.fnmatchcase(i.id, options.only)]
     if not chosen:
         chapters = sorted({f"{name.partition('.')[0]}.*" for name in CATALOGUE})
         print(f"--only {options.only}: no impostor matches; try one of {', '.join(chapters)}")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
-from spec_tests.museum import CATALOGUE, FORCED_FAILURE
+from spec_tests.museum import CATALOGUE, FORCED_FAILURE, bugs
 from spec_tests.museum.card import Impostor
 from spec_tests.rig.clause import Clause
 from spec_tests.rig.ledger import CHAPTERS
@@ -19,42 +19,30 @@ from spec_tests.rig.target import PACKAGE_ROOT
 PATH = PACKAGE_ROOT / "museum" / "README.md"
 
 REPOSITORIES = {
-    "accelerate": "huggingface/accelerate",
-    "build-nanogpt": "karpathy/build-nanogpt",
-    "DeepSpeed": "deepspeedai/DeepSpeed",
+    **{bug.repository.partition("/")[2]: bug.repository for bug in bugs.bugs().values()},
     "diffusers": "huggingface/diffusers",
     "fairscale": "facebookresearch/fairscale",
     "flash-attn": "Dao-AILab/flash-attention",
-    "flashoptim": "databricks/flashoptim",
-    "FunASR": "modelscope/FunASR",
     "hyper-parallel": "mindspore-ai/hyper-parallel",
-    "KempnerForge": "KempnerInstitute/KempnerForge",
     "levanter": "marin-community/levanter",
     "Lightning": "Lightning-AI/pytorch-lightning",
     "llm.c": "karpathy/llm.c",
-    "Megatron-LM": "NVIDIA/Megatron-LM",
-    "miles_diffusion": "radixark/miles_diffusion",
     "nanoGPT": "karpathy/nanoGPT",
     "NSA-Triton": "XunhaoLai/native-sparse-attention-triton",
-    "open-instruct": "allenai/open-instruct",
     "picotron": "huggingface/picotron",
     "PiPPy": "pytorch/PiPPy",
     "PyTorch": "pytorch/pytorch",
-    "pytorch": "pytorch/pytorch",
     "SageAttention": "thu-ml/SageAttention",
     "sentence-transformers": "huggingface/sentence-transformers",
     "speechturn": "howervoo/speechturn",
     "torch": "pytorch/pytorch",
+    "torchdata": "meta-pytorch/data",
     "torchrec": "meta-pytorch/torchrec",
-    "torchtitan": "pytorch/torchtitan",
     "torchtune": "meta-pytorch/torchtune",
-    "transformers": "huggingface/transformers",
     "Triton": "triton-lang/triton",
-    "VeOmni": "ByteDance-Seed/VeOmni",
-    "verl": "verl-project/verl",
     "vLLM": "vllm-project/vllm",
 }
-"""How cards call a project, and where it is."""
+"""How cards call a project, and where it is; by its name those in which a listed bug was found."""
 
 _THREADS = re.compile(
     r"(?P<name>[\w.-]+) (?P<kind>issues?|pull requests?) (?P<numbers>\d+(?:(?:, | and )\d+)*)"
