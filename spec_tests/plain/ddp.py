@@ -23,7 +23,7 @@ copied back in `finish`, and no backward ends by itself.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable
 from contextlib import contextmanager
 from typing import Any
 
@@ -41,8 +41,9 @@ class PlainDdp(nn.Module):
         self.group = group
         self.bucket_bytes = bucket_bytes
         self.is_synchronised = True
-        self.start_equal()
-        self.trainable = self.choose()
+        self.take_first(module.parameters())
+        self.take_first(module.buffers())
+        self.trainable = [p for p in module.parameters() if p.requires_grad]
         self.buckets = self.plan()
         self.new_round()
         for index, parameter in enumerate(self.trainable):
@@ -50,25 +51,15 @@ class PlainDdp(nn.Module):
 
     # ---------------------------------------------------------------------------- construction
 
-    def start_equal(self) -> None:
-        self.take_first(list(self.module.parameters()))
-        self.take_first(list(self.module.buffers()))
-
     @torch.no_grad()
-    def take_first(self, tensors: Sequence[torch.Tensor]) -> None:
+    def take_first(self, tensors: Iterable[torch.Tensor]) -> None:
         for tensor in tensors:
             whole = tensor.detach().contiguous()
-            dist.broadcast(whole, src=self.first_rank(), group=self.group)
+            dist.broadcast(whole, group=self.group, group_src=0)
             tensor.copy_(whole)
-
-    def first_rank(self) -> int:
-        return dist.get_global_rank(self.group, 0) if self.group is not None else 0
 
     def size(self) -> int:
         return dist.get_world_size(self.group)
-
-    def choose(self) -> list[nn.Parameter]:
-        return [p for p in self.module.parameters() if p.requires_grad]
 
     def plan(self) -> list[list[int]]:
         """Reverse order of registration, one dtype each, closed once the size is reached."""
@@ -117,21 +108,14 @@ class PlainDdp(nn.Module):
 
     def launch(self, bucket: list[int]) -> None:
         self.launched += 1
-        flat = self.scale(self.flatten(bucket))
-        self.flying.append((bucket, flat, self.send(flat)))
-
-    def flatten(self, bucket: list[int]) -> torch.Tensor:
-        return torch.cat([self.local(index).reshape(-1) for index in bucket])
+        parts = [self.local(index).reshape(-1) for index in bucket]
+        flat = torch.cat(parts) / self.size()
+        handle = dist.all_reduce(flat, group=self.group, async_op=True)
+        self.flying.append((bucket, flat, handle))
 
     def local(self, index: int) -> torch.Tensor:
         gradient = self.trainable[index].grad
         return torch.zeros_like(self.trainable[index]) if gradient is None else gradient
-
-    def scale(self, flat: torch.Tensor) -> torch.Tensor:
-        return flat / self.size()
-
-    def send(self, flat: torch.Tensor) -> Any:
-        return dist.all_reduce(flat, group=self.group, async_op=True)
 
     def finish(self) -> None:
         if not self.has_news:
@@ -140,12 +124,9 @@ class PlainDdp(nn.Module):
             self.launch(self.buckets[self.launched])
         used = self.used_anywhere()
         for bucket, flat, handle in self.flying:
-            self.wait(handle)
+            handle.wait()
             self.write_back(bucket, flat, used)
         self.new_round()
-
-    def wait(self, handle: Any) -> None:
-        handle.wait()
 
     def used_anywhere(self) -> list[bool]:
         flags = torch.tensor([float(p.grad is not None) for p in self.trainable])
@@ -179,14 +160,15 @@ class PlainDdp(nn.Module):
         return self.module(*args, **kwargs)
 
     def require_no_others(self) -> None:
-        if not {*map(id, self.choose())} <= {*map(id, self.trainable)}:
+        known = {*map(id, self.trainable)}
+        if any(p.requires_grad and id(p) not in known for p in self.module.parameters()):
             raise RuntimeError("parameters were added or thawed after wrapping")
 
     def before_training_forward(self) -> None:
         if self.flying:  # a backward was interrupted: what flies belongs to nobody
             self.start_over()
         if self.module.training:
-            self.take_first(list(self.module.buffers()))
+            self.take_first(self.module.buffers())
 
     @contextmanager
     def no_sync(self) -> Any:

@@ -1,71 +1,60 @@
 """Right but unusual: every clause up to level `correct` must accept these."""
 
-import torch
-import torch.distributed as dist
-
-from spec_tests.museum.card import benign
+from spec_tests.museum.card import Source, benign
 from spec_tests.plain.ddp import PlainDdp
 
+DDP = Source("spec_tests.plain.ddp")
 
-@benign("benign.after-backward")
-class AfterBackward(PlainDdp):
-    """One flat all-reduce after backward."""
+DDP.benign(
+    "benign.after-backward",
+    "- if not buckets or filled >= self.bucket_bytes or parameter.dtype != dtype:",
+    "+ if not buckets or parameter.dtype != dtype:",
+    "...",
+    "- self.launch_what_is_ready()",
+    does="One flat all-reduce after backward.",
+)
 
-    def plan(self):
-        self.bucket_bytes = float("inf")
-        return super().plan()
+DDP.benign(
+    "benign.reduce-then-divide",
+    "- flat = torch.cat(parts) / self.size()",
+    "+ flat = torch.cat(parts)",
+    "...",
+    "- self.write_back(bucket, flat, used)",
+    "+ self.write_back(bucket, flat / self.size(), used)",
+    does="Sums first, divides afterwards.",
+)
 
-    def launch_what_is_ready(self):
-        pass
+DDP.benign(
+    "benign.blocking",
+    "  handle = dist.all_reduce(flat, group=self.group, async_op=True)",
+    "+ handle.wait()",
+    does="Waits inside the hook.",
+)
 
+DDP.benign(
+    "benign.gather-and-sum",
+    "- handle = dist.all_reduce(flat, group=self.group, async_op=True)",
+    "- self.flying.append((bucket, flat, handle))",
+    "+ all_flat = [torch.empty_like(flat) for _ in range(self.size())]",
+    "+ handle = dist.all_gather(all_flat, flat, group=self.group, async_op=True)",
+    "+ self.flying.append((bucket, all_flat, handle))",
+    "...",
+    "- self.write_back(bucket, flat, used)",
+    "+ self.write_back(bucket, torch.stack(flat).sum(dim=0), used)",
+    does="Gathers and sums in rank order.",
+)
 
-@benign("benign.reduce-then-divide")
-class ReduceThenDivide(PlainDdp):
-    """Sums first, divides afterwards."""
-
-    def scale(self, flat):
-        return flat.clone()
-
-    def write_back(self, bucket, flat, used):
-        super().write_back(bucket, flat / self.size(), used)
-
-
-@benign("benign.blocking")
-class Blocking(PlainDdp):
-    """Waits inside the hook.
-
-    Waits for every reduction where it is launched.
-    """
-
-    def send(self, flat):
-        handle = super().send(flat)
-        handle.wait()
-        return handle
-
-
-@benign("benign.gather-and-sum")
-class GatherAndSum(PlainDdp):
-    """Gathers and sums in rank order."""
-
-    def send(self, flat):
-        parts = [torch.empty_like(flat) for _ in range(self.size())]
-        dist.all_gather(parts, flat, group=self.group)
-        flat.copy_(torch.stack(parts).sum(dim=0))
-        return _Done()
-
-
-@benign("benign.reduce-scatter")
-class ReduceScatter(PlainDdp):
-    """Reduce-scatter and gather."""
-
-    def send(self, flat):
-        size = self.size()
-        padded = torch.cat([flat, flat.new_zeros(-flat.numel() % size)])
-        own = torch.empty_like(padded[: padded.numel() // size])
-        dist.reduce_scatter_tensor(own, padded, group=self.group)
-        dist.all_gather_into_tensor(padded, own, group=self.group)
-        flat.copy_(padded[: flat.numel()])
-        return _Done()
+DDP.benign(
+    "benign.reduce-scatter",
+    "- handle = dist.all_reduce(flat, group=self.group, async_op=True)",
+    "- self.flying.append((bucket, flat, handle))",
+    "+ padded = torch.cat([flat, flat.new_zeros(-flat.numel() % self.size())])",
+    "+ own = torch.empty_like(padded[: padded.numel() // self.size()])",
+    "+ dist.reduce_scatter_tensor(own, padded, group=self.group)",
+    "+ handle = dist.all_gather_into_tensor(padded, own, group=self.group, async_op=True)",
+    "+ self.flying.append((bucket, padded[: flat.numel()], handle))",
+    does="Reduce-scatter and gather.",
+)
 
 
 @benign("benign.refuses-unused")
@@ -80,25 +69,19 @@ class RefusesUnused(PlainDdp):
         super().finish()
 
 
-@benign("benign.object-broadcast")
-class ObjectBroadcast(PlainDdp):
-    """Broadcasts a pickled state at construction.
-
-    Starts from a pickled state of the first rank.
-    """
-
-    @torch.no_grad()
-    def start_equal(self):
-        tensors = [*self.module.parameters(), *self.module.buffers()]
-        parcel = [[t.detach().clone() for t in tensors]]
-        dist.broadcast_object_list(parcel, src=self.first_rank(), group=self.group)
-        for tensor, value in zip(tensors, parcel[0], strict=True):
-            tensor.copy_(value)
-
-
-class _Done:
-    def wait(self):
-        pass
+DDP.benign(
+    "benign.object-broadcast",
+    "- for tensor in tensors:",
+    "-     whole = tensor.detach().contiguous()",
+    "-     dist.broadcast(whole, group=self.group, group_src=0)",
+    "-     tensor.copy_(whole)",
+    "+ tensors = list(tensors)",
+    "+ parcel = [[tensor.detach().clone() for tensor in tensors]]",
+    "+ dist.broadcast_object_list(parcel, group=self.group, group_src=0)",
+    "+ for tensor, value in zip(tensors, parcel[0], strict=True):",
+    "+     tensor.copy_(value)",
+    does="Broadcasts a pickled state at construction.",
+)
 
 
 @benign("benign.plain")

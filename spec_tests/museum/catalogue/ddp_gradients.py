@@ -6,58 +6,50 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from spec_tests.museum.card import near_miss
+from spec_tests.museum.card import Source, near_miss
 from spec_tests.plain.ddp import PlainDdp
 
+DDP = Source("spec_tests.plain.ddp")
 
-@near_miss("ddp.sum-for-mean", rejected_by=("ddp.gradients.mean", "ddp.training.equals-full-batch"))
-class SumForMean(PlainDdp):
-    """Sums gradients and never divides.
-
-    From: The commonest fault of all; Adam is invariant to it.
-    Unseen: Adam's curves are the same; only a scale of the gradients tells.
-    """
-
-    def scale(self, flat):
-        return flat.clone()
-
-
-@near_miss("ddp.divides-twice", rejected_by="ddp.gradients.mean")
-class DividesTwice(PlainDdp):
-    """Divides by the world size twice.
-
-    From: The loss is a mean over the global batch already, or a division follows ReduceOp.AVG.
-    Unseen: As with the sum: Adam does not care.
-    """
-
-    def scale(self, flat):
-        return flat / self.size() / self.size()
-
-
-@near_miss("ddp.divides-by-peers", rejected_by=("ddp.gradients.mean", "ddp.gradients.single-rank"))
-class DividesByPeers(PlainDdp):
-    """Divides by the number of the other ranks.
-
-    From: Off by one in `world_size - 1`, with a special case for one rank.
-    Unseen: At two ranks it is a sum, which Adam hides.
-    """
-
-    def scale(self, flat):
-        return flat / (self.size() - 1 or 0.5)
-
-
-@near_miss(
-    "ddp.reduces-in-bfloat16", rejected_by=("ddp.gradients.mean", "ddp.gradients.mean-at-any-seed")
+DDP.near_miss(
+    "ddp.sum-for-mean",
+    ("ddp.gradients.mean", "ddp.training.equals-full-batch"),
+    "- flat = torch.cat(parts) / self.size()",
+    "+ flat = torch.cat(parts)",
+    does="Sums gradients and never divides.",
+    seen="The commonest fault of all; Adam is invariant to it.",
+    unseen="Adam's curves are the same; only a scale of the gradients tells.",
 )
-class ReducesInBfloat16(PlainDdp):
-    """Reduces in bfloat16 and casts back.
 
-    From: Gradient compression that is on by default.
-    Unseen: A relative error of 2**-8 passes a tolerance of 1e-2.
-    """
+DDP.near_miss(
+    "ddp.divides-twice",
+    "ddp.gradients.mean",
+    "- flat = torch.cat(parts) / self.size()",
+    "+ flat = torch.cat(parts) / self.size() ** 2",
+    does="Divides by the world size twice.",
+    seen="The loss is a mean over the global batch already, or a division follows ReduceOp.AVG.",
+    unseen="As with the sum: Adam does not care.",
+)
 
-    def scale(self, flat):
-        return (flat / self.size()).bfloat16()
+DDP.near_miss(
+    "ddp.divides-by-peers",
+    ("ddp.gradients.mean", "ddp.gradients.single-rank"),
+    "- flat = torch.cat(parts) / self.size()",
+    "+ flat = torch.cat(parts) / (self.size() - 1 or 0.5)",
+    does="Divides by the number of the other ranks.",
+    seen="Off by one in `world_size - 1`, with a special case for one rank.",
+    unseen="At two ranks it is a sum, which Adam hides.",
+)
+
+DDP.near_miss(
+    "ddp.reduces-in-bfloat16",
+    ("ddp.gradients.mean", "ddp.gradients.mean-at-any-seed"),
+    "+ flat = flat.bfloat16()",
+    "  handle = dist.all_reduce(flat, group=self.group, async_op=True)",
+    does="Reduces in bfloat16 and casts back.",
+    seen="Gradient compression that is on by default.",
+    unseen="A relative error of 2**-8 passes a tolerance of 1e-2.",
+)
 
 
 @near_miss(
@@ -85,26 +77,23 @@ class AveragesTheHooksArgument(PlainDdp):
         pass  # "the hooks have done it all"
 
 
-@near_miss("ddp.scales-each-name", rejected_by="ddp.gradients.tied-parameter")
-class ScalesEachName(PlainDdp):
-    """Divides a tied parameter once for each of its names.
-
-    From: `named_parameters(remove_duplicate=False)`, or a loop over modules.
-    Unseen: The fixture called tied ties nothing (the CS336 changelog confesses one).
-    """
-
-    def finish(self):
-        if self.has_news:
-            for _, parameter in self.module.named_parameters(remove_duplicate=False):
-                if parameter.grad is not None:
-                    parameter.grad /= self.size()
-        super().finish()
-
-    def launch_what_is_ready(self):
-        pass  # everything in finish
-
-    def scale(self, flat):
-        return flat.clone()
+DDP.near_miss(
+    "ddp.scales-each-name",
+    "ddp.gradients.tied-parameter",
+    "- flat = torch.cat(parts) / self.size()",
+    "+ flat = torch.cat(parts)",
+    "...",
+    "- self.launch_what_is_ready()",
+    "...",
+    "  if not self.has_news:",
+    "      return",
+    "+ for _, parameter in self.module.named_parameters(remove_duplicate=False):",
+    "+     if parameter.grad is not None:",
+    "+         parameter.grad /= self.size()",
+    does="Divides a tied parameter once for each of its names.",
+    seen="`named_parameters(remove_duplicate=False)`, or a loop over modules.",
+    unseen="The fixture called tied ties nothing (the CS336 changelog confesses one).",
+)
 
 
 @near_miss("ddp.averages-over-uses", rejected_by="ddp.gradients.reused-module")
@@ -134,111 +123,88 @@ class AveragesOverUses(PlainDdp):
         self.uses.clear()
 
 
-@near_miss("ddp.fills-frozen", rejected_by="ddp.gradients.frozen-stay-none")
-class FillsFrozen(PlainDdp):
-    """Gives frozen parameters a gradient of zeros.
-
-    From: Flat buffers over all parameters, views handed out to all.
-    Unseen: SGD does not move them; AdamW decays them.
-    """
-
-    def finish(self):
-        super().finish()
-        for parameter in self.module.parameters():
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-
-
-@near_miss("ddp.writes-into-copies", rejected_by="ddp.gradients.dtype-and-layout")
-class WritesIntoCopies(PlainDdp):
-    """Writes the mean through `reshape`, which copies an unusual layout.
-
-    From: `grad.reshape(-1).copy_(...)`, the habit of every flat buffer.
-    Unseen: Contiguous gradients are views, and toys have no others.
-    """
-
-    @torch.no_grad()
-    def write_back(self, bucket, flat, used):
-        for index, mean in zip(bucket, self.cut(bucket, flat), strict=True):
-            gradient = self.trainable[index].grad
-            if gradient is not None:
-                gradient.reshape(-1).copy_(mean.reshape(-1))  # a copy, if the layout is unusual
-
-
-@near_miss("ddp.strides-of-its-parameters", rejected_by="ddp.gradients.parts-of-larger-tensors")
-class StridesOfItsParameters(PlainDdp):
-    """Cuts its buckets with the strides of the parameters.
-
-    From: `flat.as_strided(p.shape, p.stride(), offset)`, so that a gradient lies as its parameter.
-    Unseen: It is right for each layout that fills its memory.
-    """
-
-    def __init__(self, module, group=None, bucket_bytes=0.0):
-        super().__init__(module, group, 2**30)
-
-    def flatten(self, bucket):
-        flat = super().flatten(bucket)
-        for place, index in zip(self.cut(bucket, flat), bucket, strict=True):
-            place.copy_(self.local(index))
-        return flat
-
-    def cut(self, bucket, flat):
-        whole, places, offset = [self.trainable[index] for index in bucket], [], 0
-        for parameter in whole:
-            places.append(flat.as_strided(parameter.shape, parameter.stride(), offset))
-            offset += parameter.numel()
-        return places
-
-
-@near_miss("ddp.takes-positions-alone", rejected_by="ddp.gradients.called-by-keyword")
-class TakesPositionsAlone(PlainDdp):
-    """Hands on positional arguments alone.
-
-    From: `def forward(self, *inputs): return self.module(*inputs)`.
-    Unseen: A toy has one input.
-    """
-
-    def forward(self, *inputs):
-        return super().forward(*inputs)
-
-
-@near_miss("ddp.mean-over-forwards", rejected_by="ddp.gradients.two-forwards-one-backward")
-class MeanOverForwards(PlainDdp):
-    """Divides by the number of forwards since the last step.
-
-    From: Averaging over micro-batches is built into the wrapper.
-    Unseen: One forward per backward, everywhere.
-    """
-
-    def __init__(self, *args):
-        self.forwards = 0
-        super().__init__(*args)
-
-    def before_training_forward(self):
-        self.forwards += 1
-        super().before_training_forward()
-
-    def scale(self, flat):
-        return super().scale(flat) / max(self.forwards, 1)
-
-    def new_round(self):
-        super().new_round()
-        self.forwards = 0
-
-
-@near_miss(
-    "ddp.clamps-gradients",
-    rejected_by=("ddp.gradients.loss-scale-invariance", "ddp.gradients.mean"),
+DDP.near_miss(
+    "ddp.fills-frozen",
+    "ddp.gradients.frozen-stay-none",
+    "      self.write_back(bucket, flat, used)",
+    "+ for parameter in self.module.parameters():",
+    "+     if parameter.grad is None:",
+    "+         parameter.grad = torch.zeros_like(parameter)",
+    does="Gives frozen parameters a gradient of zeros.",
+    seen="Flat buffers over all parameters, views handed out to all.",
+    unseen="SGD does not move them; AdamW decays them.",
 )
-class ClampsGradients(PlainDdp):
-    """Clamps every gradient.
 
-    From: A safety belt against overflow in a low-precision reduction.
-    Unseen: Gradients of toys are small.
-    """
+DDP.near_miss(
+    "ddp.writes-into-copies",
+    "ddp.gradients.dtype-and-layout",
+    "- parameter.grad.copy_(mean)",
+    "+ parameter.grad.reshape(-1).copy_(mean.reshape(-1))",
+    does="Writes the mean through `reshape`, which copies an unusual layout.",
+    seen="`grad.reshape(-1).copy_(...)`, the habit of every flat buffer.",
+    unseen="Contiguous gradients are views, and toys have no others.",
+)
 
-    def scale(self, flat):
-        return super().scale(flat).clamp(-50.0, 50.0)
+DDP.near_miss(
+    "ddp.strides-of-its-parameters",
+    "ddp.gradients.parts-of-larger-tensors",
+    "- self.bucket_bytes = bucket_bytes",
+    "+ self.bucket_bytes = 2**30",
+    "...",
+    "  flat = torch.cat(parts) / self.size()",
+    "+ for place, index in zip(self.cut(bucket, flat), bucket, strict=True):",
+    "+     place.copy_(self.local(index) / self.size())",
+    "...",
+    "- return [piece.view(like.shape) for piece, like in zip(pieces, whole, strict=True)]",
+    "+ return [",
+    "+     flat.as_strided(like.shape, like.stride(), piece.storage_offset())",
+    "+     for piece, like in zip(pieces, whole, strict=True)",
+    "+ ]",
+    does="Cuts its buckets with the strides of the parameters.",
+    seen="`flat.as_strided(p.shape, p.stride(), offset)`, so that a gradient lies as its "
+    "parameter.",
+    unseen="It is right for each layout that fills its memory.",
+)
+
+DDP.near_miss(
+    "ddp.takes-positions-alone",
+    "ddp.gradients.called-by-keyword",
+    "- def forward(self, *args: Any, **kwargs: Any) -> Any:",
+    "+ def forward(self, *args: Any) -> Any:",
+    "...",
+    "- return self.module(*args, **kwargs)",
+    "+ return self.module(*args)",
+    does="Hands on positional arguments alone.",
+    seen="`def forward(self, *inputs): return self.module(*inputs)`.",
+    unseen="A toy has one input.",
+)
+
+DDP.near_miss(
+    "ddp.mean-over-forwards",
+    "ddp.gradients.two-forwards-one-backward",
+    "- self.launched = 0",
+    "+ self.launched = self.forwards = 0",
+    "...",
+    "  def before_training_forward(self) -> None:",
+    "+     self.forwards += 1",
+    "...",
+    "- flat = torch.cat(parts) / self.size()",
+    "+ flat = torch.cat(parts) / self.size()",
+    "+ flat /= max(self.forwards, 1)",
+    does="Divides by the number of forwards since the last step.",
+    seen="Averaging over micro-batches is built into the wrapper.",
+    unseen="One forward per backward, everywhere.",
+)
+
+DDP.near_miss(
+    "ddp.clamps-gradients",
+    ("ddp.gradients.loss-scale-invariance", "ddp.gradients.mean"),
+    "+ flat.clamp_(-50.0, 50.0)",
+    "  handle = dist.all_reduce(flat, group=self.group, async_op=True)",
+    does="Clamps every gradient.",
+    seen="A safety belt against overflow in a low-precision reduction.",
+    unseen="Gradients of toys are small.",
+)
 
 
 @near_miss("ddp.averages-what-the-hook-gets", rejected_by="ddp.gradients.shared-by-autograd")

@@ -5,28 +5,21 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from spec_tests.museum.card import near_miss
+from spec_tests.museum.card import Source, near_miss
 from spec_tests.plain.ddp import PlainDdp
 
+DDP = Source("spec_tests.plain.ddp")
 
-@near_miss("ddp.drops-last-bucket", rejected_by="ddp.gradients.mean")
-class DropsLastBucket(PlainDdp):
-    """Never writes back the last, partial bucket.
-
-    From: The flush after the loop is missing.
-    Unseen: With one big bucket there is no partial one.
-    """
-
-    def finish(self):
-        if not self.has_news:
-            return
-        used = self.used_anywhere()
-        for bucket, flat, handle in self.flying[: max(1, len(self.flying) - 1)]:
-            handle.wait()
-            self.write_back(bucket, flat, used)
-        for _, _, handle in self.flying:
-            handle.wait()
-        self.new_round()
+DDP.near_miss(
+    "ddp.drops-last-bucket",
+    "ddp.gradients.mean",
+    "- self.write_back(bucket, flat, used)",
+    "+ if len(self.buckets) == 1 or bucket is not self.buckets[-1]:",
+    "+     self.write_back(bucket, flat, used)",
+    does="Never writes back the last, partial bucket.",
+    seen="The flush after the loop is missing.",
+    unseen="With one big bucket there is no partial one.",
+)
 
 
 @near_miss("ddp.sums-again-in-finish", rejected_by="ddp.gradients.finish-is-idempotent")
@@ -55,23 +48,18 @@ class SumsAgainInFinish(PlainDdp):
                 parameter.grad = whole.clone()
 
 
-class _NoSecondMessage(PlainDdp):
-    """Without the message about unused parameters, which waits for all that was sent before."""
-
-    def used_anywhere(self):
-        return [p.grad is not None for p in self.trainable]
-
-
-@near_miss("ddp.drops-handles", rejected_by="ddp.gradients.final-after-finish")
-class DropsHandles(_NoSecondMessage):
-    """Waits for no reduction.
-
-    From: The list of handles is filled and never read.
-    Unseen: Small tensors and punctual ranks: gloo is done before anyone looks.
-    """
-
-    def wait(self, handle):
-        pass
+DDP.near_miss(
+    "ddp.drops-handles",
+    "ddp.gradients.final-after-finish",
+    "- used = self.used_anywhere()",
+    "+ used = [parameter.grad is not None for parameter in self.trainable]",
+    "  for bucket, flat, handle in self.flying:",
+    "-     handle.wait()",
+    "      self.write_back(bucket, flat, used)",
+    does="Waits for no reduction.",
+    seen="The list of handles is filled and never read.",
+    unseen="Small tensors and punctual ranks: gloo is done before anyone looks.",
+)
 
 
 @near_miss("ddp.sums-zeroed-views", rejected_by="ddp.gradients.zero-grad-modes")
@@ -172,59 +160,48 @@ class LaunchesAsReady(PlainDdp):
         super().finish()
 
 
-@near_miss("ddp.divides-untouched", rejected_by="ddp.accumulation.two-finishes")
-class DividesUntouched(PlainDdp):
-    """Divides every gradient in `finish`, those as well that this backward did not touch.
+DDP.near_miss(
+    "ddp.divides-untouched",
+    "ddp.accumulation.two-finishes",
+    "- flat = torch.cat(parts) / self.size()",
+    "+ flat = torch.cat(parts)",
+    "...",
+    "- used = self.used_anywhere()",
+    "+ used = [index in self.ready for index, _ in enumerate(self.used_anywhere())]",
+    "  for bucket, flat, handle in self.flying:",
+    "      handle.wait()",
+    "      self.write_back(bucket, flat, used)",
+    "+ for parameter in self.trainable:",
+    "+     if parameter.grad is not None:",
+    "+         parameter.grad /= self.size()",
+    does="Divides every gradient in `finish`, those as well that this backward did not touch.",
+    seen="`for p in module.parameters(): p.grad /= world_size`, the usual solution of CS336.",
+    unseen="Tests call zero_grad before each backward, and use every parameter in it.",
+)
 
-    From: `for p in module.parameters(): p.grad /= world_size`, the usual solution of CS336.
-    Unseen: Tests call zero_grad before each backward, and use every parameter in it.
-    """
+DDP.near_miss(
+    "ddp.divides-the-sum",
+    "ddp.gradients.float16-does-not-overflow",
+    "- flat = torch.cat(parts) / self.size()",
+    "+ flat = torch.cat(parts)",
+    "...",
+    "- self.write_back(bucket, flat, used)",
+    "+ self.write_back(bucket, flat / self.size(), used)",
+    does="Adds up the gradients of all ranks, and divides the sum.",
+    seen="The definition of a mean, and nearly every public solution.",
+    unseen="float32 has room for any number of ranks.",
+)
 
-    def scale(self, flat):
-        return flat.clone()
-
-    def write_back(self, bucket, flat, used):
-        super().write_back(bucket, flat, [index in self.ready for index in range(len(used))])
-
-    def finish(self):
-        is_due = self.has_news
-        super().finish()
-        for parameter in self.trainable:
-            if is_due and parameter.grad is not None:
-                parameter.grad /= self.size()
-
-
-@near_miss("ddp.divides-the-sum", rejected_by="ddp.gradients.float16-does-not-overflow")
-class DividesTheSum(PlainDdp):
-    """Adds up the gradients of all ranks, and divides the sum.
-
-    From: The definition of a mean, and nearly every public solution.
-    Unseen: float32 has room for any number of ranks.
-    """
-
-    def scale(self, flat):
-        return flat
-
-    def write_back(self, bucket, flat, used):
-        super().write_back(bucket, flat / self.size(), used)
-
-
-@near_miss("ddp.armed-by-its-forward", rejected_by="ddp.compile.like-eager")
-class ArmedByItsForward(PlainDdp):
-    """Arms its hooks in a forward, but not in one that is traced.
-
-    From: `if not torch.compiler.is_compiling()` around what breaks a graph.
-    Unseen: Each rank trains alone, and its loss falls.
-    """
-
-    is_armed = False
-
-    def forward(self, *args, **kwargs):
-        if torch.compiler.is_compiling():
-            return self.module(*args, **kwargs)
-        self.is_armed = True
-        return super().forward(*args, **kwargs)
-
-    def on_gradient(self, index):
-        if self.is_armed:
-            super().on_gradient(index)
+DDP.near_miss(
+    "ddp.armed-by-its-forward",
+    "ddp.compile.like-eager",
+    "- if torch.is_grad_enabled():",
+    "+ if torch.is_grad_enabled() and not torch.compiler.is_compiling():",
+    "...",
+    "- self.has_news = True",
+    "+ self.has_news |= self.is_armed",
+    "  if not (self.is_synchronised and self.is_armed):",
+    does="Arms its hooks in a forward, but not in one that is traced.",
+    seen="`if not torch.compiler.is_compiling()` around what breaks a graph.",
+    unseen="Each rank trains alone, and its loss falls.",
+)

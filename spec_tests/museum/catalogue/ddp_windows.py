@@ -2,59 +2,47 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
-
 import torch
-import torch.distributed as dist
 
-from spec_tests.museum.card import near_miss
+from spec_tests.museum.card import Source, near_miss
 from spec_tests.plain.ddp import PlainDdp
 
+DDP = Source("spec_tests.plain.ddp")
 
-@near_miss(
-    "ddp.ignores-no-sync", rejected_by=("ddp.no-sync.sends-nothing", "ddp.no-sync.keeps-local-sums")
+DDP.near_miss(
+    "ddp.ignores-no-sync",
+    ("ddp.no-sync.sends-nothing", "ddp.no-sync.keeps-local-sums"),
+    "- previous, self.is_synchronised = self.is_synchronised, False",
+    "+ previous = self.is_synchronised",
+    "...",
+    "  self.launch_what_is_ready()",
+    "+ if self.launched == len(self.buckets):  # gradients inside are final, too",
+    "+     self.finish()",
+    does="Reduces on every micro-batch, inside no_sync as well.",
+    seen="accelerate issue 3762: a wrapper without no_sync gets a null context.",
+    unseen="The numbers are right: a mean of means of equal parts. Only the traffic is N times.",
 )
-class IgnoresNoSync(PlainDdp):
-    """Reduces on every micro-batch, inside no_sync as well.
 
-    From: accelerate issue 3762: a wrapper without no_sync gets a null context.
-    Unseen: The numbers are right: a mean of means of equal parts. Only the traffic is N times.
-    """
+DDP.near_miss(
+    "ddp.sends-for-the-original",
+    "ddp.no-sync.original-alone",
+    "- if not (self.is_synchronised and self.is_armed):",
+    "+ if not self.is_synchronised:",
+    does="Reduces in every backward of its parameters, whoever called the module.",
+    seen="Ours, once: hooks of parameters, which know no forward; the second backward raised.",
+    unseen="Training calls the wrapper.",
+)
 
-    @contextmanager
-    def no_sync(self):
-        yield
-
-    def on_gradient(self, index):
-        # What a user sees inside is right: the reduction is complete when backward returns.
-        super().on_gradient(index)
-        if self.launched == len(self.buckets):
-            self.finish()
-
-
-@near_miss("ddp.sends-for-the-original", rejected_by="ddp.no-sync.original-alone")
-class SendsForTheOriginal(PlainDdp):
-    """Reduces in every backward of its parameters, whoever called the module.
-
-    From: Ours, once: hooks of parameters, which know no forward; the second backward raised.
-    Unseen: Training calls the wrapper.
-    """
-
-    is_armed = property(lambda self: True, lambda self, value: None)
-
-
-@near_miss("ddp.sends-buffers-in-window", rejected_by="ddp.no-sync.sends-nothing")
-class SendsBuffersInWindow(PlainDdp):
-    """Broadcasts buffers in every training forward, inside no_sync as well.
-
-    From: DistributedDataParallel itself does it in the first forward of a window.
-    Unseen: Toys have no buffers.
-    """
-
-    def forward(self, *args, **kwargs):
-        if torch.is_grad_enabled() and self.module.training:
-            self.take_first(list(self.module.buffers()))
-        return self.module(*args, **kwargs)
+DDP.near_miss(
+    "ddp.sends-buffers-in-window",
+    "ddp.no-sync.sends-nothing",
+    "- if self.is_synchronised:",
+    "-     self.before_training_forward()",
+    "+ self.before_training_forward()",
+    does="Broadcasts buffers in every training forward, inside no_sync as well.",
+    seen="DistributedDataParallel itself does it in the first forward of a window.",
+    unseen="Toys have no buffers.",
+)
 
 
 @near_miss(
@@ -114,56 +102,45 @@ class DividesEverything(FreshOnly):
     Unseen: Right as long as only the last micro-batch is synchronised at two ranks and one round.
     """
 
-    def scale(self, flat):
-        return flat.clone()
-
     @torch.no_grad()
     def write_back(self, bucket, flat, used):
-        for index, total in zip(bucket, self.cut(bucket, flat), strict=True):
+        for index, mean in zip(bucket, self.cut(bucket, flat), strict=True):
             parameter = self.trainable[index]
             if parameter.grad is not None and index in self.fresh:
-                parameter.grad.copy_((parameter.grad - self.fresh[index] + total) / self.size())
+                before = parameter.grad - self.fresh[index]
+                parameter.grad.copy_(before / self.size() + mean)
 
 
-@near_miss("ddp.not-restored", rejected_by="ddp.no-sync.restores-after-exception")
-class NotRestored(PlainDdp):
-    """Leaves synchronisation off when the body of no_sync raises.
+DDP.near_miss(
+    "ddp.not-restored",
+    "ddp.no-sync.restores-after-exception",
+    "- try:",
+    "-     yield",
+    "- finally:",
+    "-     self.is_synchronised = previous",
+    "+ yield",
+    "+ self.is_synchronised = previous",
+    "...",
+    "- if not self.has_news:",
+    "+ if not (self.has_news and self.is_synchronised):",
+    does="Leaves synchronisation off when the body of no_sync raises.",
+    seen="A context manager without try/finally, as in picotron.",
+    unseen="No test raises inside.",
+)
 
-    From: A context manager without try/finally, as in picotron.
-    Unseen: No test raises inside.
-    """
-
-    @contextmanager
-    def no_sync(self):
-        previous, self.is_synchronised = self.is_synchronised, False
-        yield
-        self.is_synchronised = previous
-
-    def finish(self):
-        if self.is_synchronised:
-            super().finish()
-
-
-@near_miss("ddp.restores-true", rejected_by="ddp.no-sync.nests")
-class RestoresTrue(PlainDdp):
-    """Switches synchronisation on when an inner no_sync ends.
-
-    From: picotron restores a constant, not the previous value.
-    Unseen: No test nests.
-    """
-
-    @contextmanager
-    def no_sync(self):
-        self.is_synchronised = False
-        try:
-            yield
-        finally:
-            self.is_synchronised = True
-
-    def on_gradient(self, index):
-        super().on_gradient(index)
-        if self.is_synchronised and self.launched == len(self.buckets):
-            self.finish()
+DDP.near_miss(
+    "ddp.restores-true",
+    "ddp.no-sync.nests",
+    "- self.is_synchronised = previous",
+    "+ self.is_synchronised = True",
+    "...",
+    "  self.launch_what_is_ready()",
+    "+ if self.launched == len(self.buckets):",
+    "+     self.finish()",
+    does="Switches synchronisation on when an inner no_sync ends.",
+    seen="picotron restores a constant, not the previous value.",
+    unseen="No test nests.",
+)
 
 
 @near_miss(
@@ -238,69 +215,48 @@ class EvaluationTakesBaseline(PlainDdp):
         self.baseline = {}
 
 
-@near_miss("ddp.hooks-only", rejected_by="ddp.accumulation.unused-in-last")
-class HooksOnly(PlainDdp):
-    """Leaves local what no hook announced in the last backward.
-
-    From: pytorch issues 69031 and 42793, fixed by pull request 124193.
-    Unseen: Every parameter is used in every micro-batch.
-    """
-
-    @torch.no_grad()
-    def write_back(self, bucket, flat, used):
-        announced = [used[i] and i in self.ready for i in range(len(used))]
-        super().write_back(bucket, flat, announced)
-
-
-@near_miss("ddp.replays-window", rejected_by="ddp.accumulation.one-reduction-per-step")
-class ReplaysWindow(PlainDdp):
-    """Reduces once more for each micro-batch that has gathered.
-
-    From: Deferred reductions that are queued and replayed.
-    Unseen: A mean of equal means: the same numbers.
-    """
-
-    def __init__(self, *args):
-        self.gathered = 0
-        super().__init__(*args)
-
-    def forward(self, *args, **kwargs):
-        self.gathered += not self.is_synchronised
-        return super().forward(*args, **kwargs)
-
-    def send(self, flat):
-        for _ in range(self.gathered):
-            dist.all_reduce(flat, group=self.group)
-            flat /= self.size()
-        return super().send(flat)
-
-    def finish(self):
-        super().finish()
-        self.gathered = 0
-
-
-@near_miss(
-    "ddp.skips-every-fourth",
-    rejected_by=("ddp.training.equals-full-batch", "ddp.training.ranks-stay-equal"),
+DDP.near_miss(
+    "ddp.hooks-only",
+    "ddp.accumulation.unused-in-last",
+    "- if not used[index]:",
+    "+ if not (used[index] and index in self.ready):",
+    does="Leaves local what no hook announced in the last backward.",
+    seen="pytorch issues 69031 and 42793, fixed by pull request 124193.",
+    unseen="Every parameter is used in every micro-batch.",
 )
-class SkipsEveryFourth(PlainDdp):
-    """Forgets the reduction of every fourth step.
 
-    From: Periodic work (logging, profiling) that swallows a flag.
-    Unseen: Tests take one to three steps.
-    """
+DDP.near_miss(
+    "ddp.replays-window",
+    "ddp.accumulation.one-reduction-per-step",
+    "- self.launched = 0",
+    "+ self.launched = self.gathered = 0",
+    "...",
+    "  self.is_armed = True",
+    "+ self.gathered += not self.is_synchronised",
+    "...",
+    "+ for _ in range(self.gathered):",
+    "+     dist.all_reduce(flat, group=self.group)",
+    "+     flat /= self.size()",
+    "  handle = dist.all_reduce(flat, group=self.group, async_op=True)",
+    does="Reduces once more for each micro-batch that has gathered.",
+    seen="Deferred reductions that are queued and replayed.",
+    unseen="A mean of equal means: the same numbers.",
+)
 
-    def __init__(self, *args):
-        self.rounds = 0
-        super().__init__(*args)
-
-    def finish(self):
-        self.rounds += self.has_news
-        super().finish()
-
-    def write_back(self, bucket, flat, used):
-        if self.rounds % 4:
-            super().write_back(bucket, flat, used)
+DDP.near_miss(
+    "ddp.skips-every-fourth",
+    ("ddp.training.equals-full-batch", "ddp.training.ranks-stay-equal"),
+    "  used = self.used_anywhere()",
+    '+ self.rounds = getattr(self, "rounds", 0) + 1',
+    "  for bucket, flat, handle in self.flying:",
+    "      handle.wait()",
+    "-     self.write_back(bucket, flat, used)",
+    "+     if self.rounds % 4:",
+    "+         self.write_back(bucket, flat, used)",
+    does="Forgets the reduction of every fourth step.",
+    seen="Periodic work (logging, profiling) that swallows a flag.",
+    unseen="Tests take one to three steps.",
+)
 
 
 @near_miss("ddp.reduces-sums-again", rejected_by="ddp.accumulation.one-finish")
@@ -315,32 +271,23 @@ class ReducesSumsAgain(PlainDdp):
         self.new_round()
         super().before_training_forward()
 
-    def scale(self, flat):
-        return flat
-
     def launch(self, bucket):
         super().launch(bucket)
-        bucket, flat, handle = self.flying.pop()
+        bucket, flat, handle = self.flying[-1]
         handle.wait()
-        for index, total in zip(bucket, self.cut(bucket, flat), strict=True):
-            self.trainable[index].grad.copy_(total)
-        self.flying.append((bucket, flat, handle))
-
-    def write_back(self, bucket, flat, used):
-        super().write_back(bucket, flat / self.size(), used)
+        for index, mean in zip(bucket, self.cut(bucket, flat), strict=True):
+            self.trainable[index].grad.copy_(mean * self.size())
 
 
-@near_miss("ddp.one-backward-per-forward", rejected_by="ddp.accumulation.backward-twice")
-class OneBackwardPerForward(PlainDdp):
-    """Begins anew in each forward, and so reduces only the first backward after it.
-
-    From: Counts of ready gradients that `forward` resets, in two solutions of CS336.
-    Unseen: A backward mostly has a forward of its own; two losses of one forward do not.
-    """
-
-    def on_gradient(self, index):
-        self.ready.discard(index)
-        super().on_gradient(index)
+DDP.near_miss(
+    "ddp.one-backward-per-forward",
+    "ddp.accumulation.backward-twice",
+    "- if self.is_synchronised and index in self.ready:  # one more backward of the same forward",
+    "-     self.start_over()",
+    does="Begins anew in each forward, and so reduces only the first backward after it.",
+    seen="Counts of ready gradients that `forward` resets, in two solutions of CS336.",
+    unseen="A backward mostly has a forward of its own; two losses of one forward do not.",
+)
 
 
 @near_miss("ddp.refuses-to-evaluate", rejected_by="ddp.gradients.evaluation-between-steps")
