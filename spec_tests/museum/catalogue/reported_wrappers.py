@@ -260,10 +260,9 @@ class LosesAUse(PlainDdp):
 DDP.near_miss(
     "ddp.scales-in-flight",
     "ddp.schedule.same-gradients",
-    "- flat = self.scale(self.flatten(bucket))",
-    "- self.flying.append((bucket, flat, self.send(flat)))",
-    "+ flat = self.flatten(bucket)",
-    "+ self.flying.append((bucket, flat, self.send(flat)))",
+    "- flat = torch.cat(parts) / self.size()",
+    "+ flat = torch.cat(parts)",
+    "  handle = dist.all_reduce(flat, group=self.group, async_op=True)",
     "+ flat /= self.size()",
     does="Scales a buffer after it was handed to the collective, which may be reading it.",
     seen="Megatron-LM pull request 3693.",
