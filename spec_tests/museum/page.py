@@ -8,9 +8,9 @@ what is not in that table is left as it is, so no link is a guess.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 
-from spec_tests.museum import CATALOGUE, FORCED_FAILURE, bugs
+from spec_tests.museum import CATALOGUE, FORCED_FAILURE, bugs, rejected_by
 from spec_tests.museum.card import Impostor
 from spec_tests.rig.clause import Clause
 from spec_tests.rig.ledger import CHAPTERS
@@ -89,18 +89,9 @@ def render(clauses: Sequence[Clause]) -> str:
     lines += ["", "## Right but unusual", "", _BENIGN]
     lines += [f"- **`{card.id}`** {linked(card.does)}" for card in benign]
     lines += ["", "## Clauses without an impostor", "", _WITHOUT]
-    lines += [f"- `{clause.id}`: {clause.no_impostor}." for clause in without(clauses)]
+    named = rejected_by()
+    lines += [f"- `{c.id}`: {c.no_impostor}." for c in clauses if c.id not in named]
     return "\n".join(lines) + "\n"
-
-
-def without(
-    clauses: Iterable[Clause], rejected_by: Mapping[str, Sequence[str]] | None = None
-) -> list[Clause]:
-    """The clauses that no impostor names."""
-    from spec_tests import museum
-
-    named = museum.rejected_by() if rejected_by is None else rejected_by
-    return [clause for clause in clauses if clause.id not in named]
 
 
 def linked(text: str) -> str:
