@@ -25,7 +25,6 @@ Paper: Rajbhandari et al. 2020 (ZeRO-3); Zhao et al. 2023 (PyTorch FSDP).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -78,8 +77,6 @@ class PostBackward(torch.autograd.Function):
 class Unit:
     """The parameters below one module that no unit further down has taken."""
 
-    untraced: Any = staticmethod(torch.compiler.disable)  # of what sends, frees and fills
-
     def __init__(
         self, module: nn.Module, mesh: DeviceMesh, raf: Any, policy: Any, ignored: Any = ()
     ) -> None:
@@ -100,9 +97,10 @@ class Unit:
         self.is_root = False
         self.num_running = 0
         self.run: Any = None  # a Pass, once the root is known
-        before, after = map(self.untraced, (self.pre_forward, self.post_forward))
-        self.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
-        self.module.register_forward_hook(after, always_call=True)
+        # A compiler must not trace what sends, frees and fills.
+        before, after = map(torch.compiler.disable, (self.pre_forward, self.post_forward))
+        module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+        module.register_forward_hook(after, always_call=True)
 
     # ---------------------------------------------------------------------------- construction
 
@@ -133,16 +131,13 @@ class Unit:
 
     def shard(self, parameter: nn.Parameter, places: list[tuple[nn.Module, str]]) -> Piece:
         parameter._plain_fsdp_taken = True  # type: ignore[attr-defined]  # a mark of ours
-        local = self.keep(self.cut(parameter.detach()))
+        local = self.cut(parameter.detach()).clone()
         sharded = nn.Parameter(
             self.as_dtensor(local, parameter), requires_grad=parameter.requires_grad
         )
         for owner, name in places:
             owner._parameters[name] = sharded
         return Piece(places, sharded)
-
-    def keep(self, rows: torch.Tensor) -> torch.Tensor:
-        return rows.clone()
 
     def as_dtensor(self, local: torch.Tensor, like: torch.Tensor) -> DTensor:
         placements = [Replicate()] * (self.mesh.ndim - 1) + [Shard(0)]
@@ -162,13 +157,10 @@ class Unit:
             self.flying = None
         if self.flying is None:
             self.launch_gather()
-        with self.making_tensors(), torch.no_grad():
+        # What is made during an evaluation serves the training after it.
+        with torch.inference_mode(False), torch.no_grad():
             self.land_gather()
         self.is_unsharded = True
-
-    def making_tensors(self) -> AbstractContextManager[Any]:
-        """What is made during an evaluation serves the training after it."""
-        return torch.inference_mode(False)
 
     def version(self) -> Any:
         return [(id(s), written(s), s.requires_grad) for s in (p.parameter for p in self.pieces)]
@@ -177,7 +169,7 @@ class Unit:
         return bool(self.gathered == self.version())
 
     def launch_gather(self) -> None:
-        with self.making_tensors(), torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad():
             sent = [(pieces, *self.gather(pieces)) for pieces in self.by_dtype()]
         self.flying = (self.version(), sent)
 
@@ -192,17 +184,11 @@ class Unit:
 
     def gather(self, pieces: list[Piece]) -> tuple[torch.Tensor, Any]:
         own = torch.cat([self.padded(p.local, p).reshape(-1) for p in pieces])
-        own = self.cast_for_gather(own, pieces[0])
-        whole = own.new_empty(self.size() * own.numel())
+        own = own.to(self.compute_dtype(pieces[0]))
         if self.size() == 1:
             return own, Done()
-        return whole, self.send_gather(whole, own)
-
-    def cast_for_gather(self, own: torch.Tensor, piece: Piece) -> torch.Tensor:
-        return own.to(self.compute_dtype(piece))
-
-    def send_gather(self, whole: torch.Tensor, own: torch.Tensor) -> Any:
-        return dist.all_gather_into_tensor(whole, own, group=self.group, async_op=True)
+        whole = own.new_empty(self.size() * own.numel())
+        return whole, dist.all_gather_into_tensor(whole, own, group=self.group, async_op=True)
 
     def padded(self, local: torch.Tensor, piece: Piece) -> torch.Tensor:
         missing = self.rows(piece.parameter) - local.shape[0]
@@ -254,8 +240,6 @@ class Unit:
     def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         self.find_root()
         self.unshard()
-        for unit in self.next_in_forward():
-            unit.prefetch()
         self.register(sharded=False)
         self.num_running += 1
         if not torch.is_grad_enabled():
@@ -313,9 +297,6 @@ class Unit:
         for unit in self.next_in_backward():
             unit.prefetch()
         return gradient
-
-    def next_in_forward(self) -> list[Unit]:
-        return []
 
     def next_in_backward(self) -> list[Unit]:
         order = self.run.order
@@ -378,25 +359,17 @@ class Unit:
             missing = self.size() * self.rows(piece.parameter) - piece.pending.shape[0]
             zeros = piece.pending.new_zeros(missing, *piece.pending.shape[1:])
             blocks.append(torch.cat([piece.pending, zeros]).view(self.size(), -1))
-        return self.cast_for_reduce(torch.cat(blocks, dim=1))
-
-    def cast_for_reduce(self, flat: torch.Tensor) -> torch.Tensor:
-        return flat
+        return torch.cat(blocks, dim=1)
 
     def mean(self, flat: torch.Tensor) -> torch.Tensor:
         """This rank's segment of the mean."""
-        own = flat.reshape(-1) if self.size() == 1 else self.send_reduction(flat)
+        own = flat.reshape(-1)
+        if self.size() > 1:
+            own = flat.new_empty(flat.numel() // self.size())
+            dist.reduce_scatter_tensor(own, flat.reshape(-1), group=self.group)
         if self.replicas is not None:
             dist.all_reduce(own, group=self.replicas)
-        return own / (self.factor or self.divisor())
-
-    def send_reduction(self, flat: torch.Tensor) -> torch.Tensor:
-        own = flat.new_empty(flat.numel() // self.size())
-        dist.reduce_scatter_tensor(own, flat.reshape(-1), group=self.group)
-        return own
-
-    def divisor(self) -> int:
-        return self.mesh.size()
+        return own / (self.factor or self.mesh.size())
 
     def cut_flat(self, pieces: list[Piece], own: torch.Tensor) -> list[torch.Tensor]:
         sizes = [self.rows(p.parameter) * p.parameter.shape[1:].numel() for p in pieces]

@@ -65,11 +65,6 @@ class PlainFsdp(Unit):
     """A unit with casts, prefetch hints, loads between steps, and recovery after an exception."""
 
     refuses = True
-    registers = True  # methods beside forward
-    leaves_attention = True  # whose inner layer is not called
-    replicates_rest = True  # what belongs to no layer of a whole model
-    shards_itself = True  # a whole model that is a layer
-    layers: Any = nn.Linear | nn.Embedding  # that are sharded in a whole model
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -128,7 +123,10 @@ class PlainFsdp(Unit):
         self.recover()
         if self.policy.cast_forward_inputs and self.policy.param_dtype is not None:
             args, kwargs = self.cast((args, kwargs), self.policy.param_dtype)
-        return super().pre_forward(module, args, kwargs)
+        args, kwargs = super().pre_forward(module, args, kwargs)
+        for unit in self.forward_prefetch:
+            unit.prefetch()
+        return args, kwargs
 
     def require_no_others(self) -> None:
         known = {place for piece in self.pieces for place in piece.places}
@@ -161,9 +159,6 @@ class PlainFsdp(Unit):
         return tree_map_only(
             torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, values
         )
-
-    def next_in_forward(self) -> list[Unit]:
-        return [*self.forward_prefetch]
 
     def next_in_backward(self) -> list[Unit]:
         hints = self.backward_prefetch
@@ -206,12 +201,12 @@ class PlainFsdp(Unit):
             uses = Counter(
                 id(p) for m in module.modules() for p in m._parameters.values() if p is not None
             )
-            for layer in cls.layers_of(module):
+            for layer in layers_of(module):
                 if uses[id(layer.weight)] == 1:
                     fully_shard(layer, mp_policy=policy)
             if not hasattr(module, "_plain_fsdp"):
-                plain = [p for p in module.parameters() if not isinstance(p, DTensor)]
-                fully_shard(module, ignored_params=plain if cls.replicates_rest else ())
+                rest = [p for p in module.parameters() if not isinstance(p, DTensor)]
+                fully_shard(module, ignored_params=rest)
             return WholeModel(module)
 
         return {
@@ -228,19 +223,17 @@ class PlainFsdp(Unit):
         """The class that a sharded module of this kind becomes."""
         return type(f"FSDP{kind.__name__}", (FSDPModule, kind), {})
 
-    @classmethod
-    def layers_of(cls, module: nn.Module) -> list[Any]:
-        """The layers of a whole model that become units."""
-        inside = {
-            part
-            for attention in module.modules()
-            if isinstance(attention, nn.MultiheadAttention) and cls.leaves_attention
-            for part in attention.modules()
-        }
-        layers = [part for part in module.modules() if isinstance(part, cls.layers)]
-        if not cls.shards_itself:
-            inside.add(module)
-        return [layer for layer in layers if layer not in inside]
+
+def layers_of(module: nn.Module) -> list[Any]:
+    """Return the layers of a whole model that become units."""
+    inside = {
+        part
+        for attention in module.modules()
+        if isinstance(attention, nn.MultiheadAttention)  # its inner layer is not called
+        for part in attention.modules()
+    }
+    layers = [part for part in module.modules() if isinstance(part, nn.Linear | nn.Embedding)]
+    return [layer for layer in layers if layer not in inside]
 
 
 class FSDPModule:
@@ -372,7 +365,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     own: PlainFsdp = module._plain_fsdp  # type: ignore[assignment]  # a mark of ours
 
     def like_forward(*args: Any, **kwargs: Any) -> Any:
-        if own.num_running or not own.registers:
+        if own.num_running:
             return method(*args, **kwargs)
         args, kwargs = own.pre_forward(module, args, kwargs)
         output = None

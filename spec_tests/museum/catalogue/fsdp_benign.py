@@ -11,68 +11,60 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.checkpoint import checkpoint
 
-from spec_tests.museum.card import benign, near_miss
-from spec_tests.plain.fsdp import Done
+from spec_tests.museum.card import Source, benign, near_miss
 from spec_tests.plain.fully_shard import PlainFsdp
 
+FSDP = Source("spec_tests.plain.fsdp")
+SHARD = Source("spec_tests.plain.fully_shard")
 
-@benign("benign.fsdp-piecemeal")
-class Piecemeal(PlainFsdp):
-    """Parameter by parameter, all-reduce and slice, divides first.
+FSDP.benign(
+    "benign.fsdp-piecemeal",
+    "- return list(found.values())",
+    "+ return [[piece] for piece in self.pieces]",
+    "...",
+    "  def prefetch(self) -> None:",
+    "+     return",
+    "...",
+    "- return bool(self.gathered == self.version())",
+    "+ return False",
+    "...",
+    "- return whole, dist.all_gather_into_tensor(whole, own, group=self.group, async_op=True)",
+    "+ parts = whole.view(self.size(), -1)",
+    "+ parts[self.rank()] = own",
+    "+ for rank, part in enumerate(parts):",
+    "+     dist.broadcast(part, group_src=rank, group=self.group)",
+    "+ return whole, Done()",
+    "...",
+    "- self.reduce([p for p in pieces if p.pending is not None])",
+    "+ for piece in pieces:",
+    "+     self.reduce([] if piece.pending is None else [piece])",
+    "...",
+    "- return torch.cat(blocks, dim=1)",
+    "+ return torch.cat(blocks, dim=1) / self.size()",
+    "...",
+    "- own = flat.new_empty(flat.numel() // self.size())",
+    "- dist.reduce_scatter_tensor(own, flat.reshape(-1), group=self.group)",
+    "+ whole = flat.reshape(-1).clone()",
+    "+ dist.all_reduce(whole, group=self.group)",
+    "+ own = whole.view(self.size(), -1)[self.rank()].clone()",
+    "...",
+    "- return own / (self.factor or self.mesh.size())",
+    "+ return own / (self.factor or self.mesh.size() // self.size())",
+    does="Parameter by parameter, all-reduce and slice, divides first.",
+)
 
-    One parameter at a time, nothing ahead of its use, everything reduced everywhere. Gathers by
-    broadcasts and whenever it has not just gathered; divides first.
-    """
-
-    def by_dtype(self):
-        return [[piece] for piece in self.pieces]
-
-    def prefetch(self):
-        pass
-
-    def is_fresh(self):
-        return False
-
-    def send_gather(self, whole, own):
-        parts = whole.view(self.size(), -1)
-        parts[self.rank()] = own
-        for rank, part in enumerate(parts):
-            dist.broadcast(part, group_src=rank, group=self.group)
-        return Done()
-
-    def reduce(self, pieces):
-        for piece in pieces:
-            super().reduce([piece])
-
-    def cast_for_reduce(self, flat):
-        return flat / self.size()
-
-    def send_reduction(self, flat):
-        whole = flat.reshape(-1).clone()
-        dist.all_reduce(whole, group=self.group)
-        return whole.view(self.size(), -1)[self.rank()].clone()
-
-    def divisor(self):
-        return self.mesh.size() // self.size()
-
-
-@benign("benign.fsdp-refuses-after-failure")
-class RefusesAfterFailure(PlainFsdp):
-    """An error after an interrupted backward, and reductions by all-to-all.
-
-    After a backward that did not end, the model says so and does no more. A rank gets its piece of
-    everyone's gradients and adds them up.
-    """
-
-    def send_reduction(self, flat):
-        pieces = torch.empty_like(flat.reshape(-1))
-        dist.all_to_all_single(pieces, flat.reshape(-1), group=self.group)
-        return pieces.view(self.size(), -1).sum(dim=0)
-
-    def recover(self):
-        if self.is_root and self.run.is_callback_queued:
-            raise RuntimeError("the last backward was interrupted: build the model anew")
-        super().recover()
+FSDP.benign(
+    "benign.fsdp-refuses-after-failure",
+    "- own = flat.new_empty(flat.numel() // self.size())",
+    "- dist.reduce_scatter_tensor(own, flat.reshape(-1), group=self.group)",
+    "+ parts = torch.empty_like(flat.reshape(-1))",
+    "+ dist.all_to_all_single(parts, flat.reshape(-1), group=self.group)",
+    "+ own = parts.view(self.size(), -1).sum(dim=0)",
+    "@ spec_tests.plain.fully_shard",
+    "  if self.is_root and self.run.is_callback_queued:",
+    '+     raise RuntimeError("the last backward was interrupted: build the model anew")',
+    does="An error after an interrupted backward, and reductions by all-to-all.",
+)
 
 
 @benign(
@@ -234,33 +226,26 @@ class FsdpPlain(PlainFsdp):
     """The base of the impostors, with nothing overridden: the null one."""
 
 
-@near_miss(
+FSDP.near_miss(
     "fsdp.pads-to-eight",
-    rejected_by=("fsdp.traffic.any-world-size", "fsdp.footprint.any-world-size"),
+    ("fsdp.traffic.any-world-size", "fsdp.footprint.any-world-size"),
+    "- return -(-whole.shape[0] // self.size())",
+    "+ return -(-whole.shape[0] // (8 * self.size())) * 8",
+    does="Rounds the rows of a rank up to eight.",
+    seen="Alignment for each shard, as for each allocation.",
+    unseen="On two ranks, shards are long beside their padding.",
 )
-class PadsToEight(PlainFsdp):
-    """Rounds the rows of a rank up to eight.
 
-    From: Alignment for each shard, as for each allocation.
-    Unseen: On two ranks, shards are long beside their padding.
-    """
-
-    def rows(self, whole):
-        return -(-super().rows(whole) // 8) * 8
-
-
-@near_miss("fsdp.talks-to-itself", rejected_by="fsdp.traffic.world-of-one")
-class TalksToItself(PlainFsdp):
-    """Sends among one rank.
-
-    From: A collective that nobody asked whether it is needed.
-    Unseen: It is right, and costs a copy or two.
-    """
-
-    def launch_gather(self):
-        if self.size() == 1:
-            dist.all_reduce(self.pieces[0].local.new_ones(1), group=self.group)
-        super().launch_gather()
+FSDP.near_miss(
+    "fsdp.talks-to-itself",
+    "fsdp.traffic.world-of-one",
+    "  if self.size() == 1:",
+    "+     dist.all_reduce(own.new_ones(1), group=self.group)",
+    "      return own, Done()",
+    does="Sends among one rank.",
+    seen="A collective that nobody asked whether it is needed.",
+    unseen="It is right, and costs a copy or two.",
+)
 
 
 @near_miss("fsdp.hook-of-its-own", rejected_by="fsdp.lifecycle.collected-in-a-step")
@@ -279,35 +264,25 @@ class HookOfItsOwn(PlainFsdp):
         weakref.finalize(self, handle.remove)
 
 
-@near_miss("fsdp.frees-after-recomputation", rejected_by="fsdp.traffic.recomputation")
-class FreesRecomputed(PlainFsdp):
-    """Frees a unit's weights once more after its recomputation, and gathers them a third time.
+FSDP.near_miss(
+    "fsdp.frees-after-recomputation",
+    "fsdp.traffic.recomputation",
+    "- if self.reshards_after_forward() and not self.in_backward:",
+    "+ if self.reshards_after_forward() or self.in_backward:",
+    does="Frees a unit's weights once more after its recomputation, and gathers them a third time.",
+    seen="FSDP1 where checkpoint() surrounds the unit: ten gathers where seven would do.",
+    unseen="The numbers are right.",
+)
 
-    From: FSDP1 where checkpoint() surrounds the unit: ten gathers where seven would do.
-    Unseen: The numbers are right.
-
-    Frees after every forward, one that is run again in backward too.
-    """
-
-    def post_forward(self, module, args, output):
-        output = super().post_forward(module, args, output)
-        if self.in_backward:
-            self.reshard()
-        return output
-
-
-@near_miss("fsdp.leaves-gradients-on", rejected_by="fsdp.refusals.backward-without-forward")
-class LeavesGradientsOn(PlainFsdp):
-    """Turns recording off for its gather, and then on, whatever it was.
-
-    From: `torch.set_grad_enabled(True)` where the mode of before belongs.
-    Unseen: An evaluation gives the same numbers; it only takes more memory.
-    """
-
-    def pre_forward(self, module, args, kwargs):
-        given = super().pre_forward(module, args, kwargs)
-        torch.set_grad_enabled(True)
-        return given
+SHARD.near_miss(
+    "fsdp.leaves-gradients-on",
+    "fsdp.refusals.backward-without-forward",
+    "  args, kwargs = super().pre_forward(module, args, kwargs)",
+    "+ torch.set_grad_enabled(True)",
+    does="Turns recording off for its gather, and then on, whatever it was.",
+    seen="`torch.set_grad_enabled(True)` where the mode of before belongs.",
+    unseen="An evaluation gives the same numbers; it only takes more memory.",
+)
 
 
 @near_miss("fsdp.calls-forward", rejected_by="fsdp.forward.runs-the-modules-hooks")
@@ -322,32 +297,27 @@ class CallsForward(FlatModel):
         return self.inner.forward(*args, **kwargs)
 
 
-@near_miss(
+FSDP.near_miss(
     "fsdp.compares-nothing",
-    rejected_by="fsdp.refusals.unequal-ranks",
+    "fsdp.refusals.unequal-ranks",
+    does="Takes all ranks to have the same module.",
+    seen="FSDP2 of torch 2.13.",
+    unseen="Tests build the same model everywhere.",
     outcomes=("failed", "hang", "died"),
 )
-class ComparesNothing(PlainFsdp):
-    """Takes all ranks to have the same module.
 
-    From: FSDP2 of torch 2.13.
-    Unseen: Tests build the same model everywhere.
-    """
+FSDP.near_miss(
+    "fsdp.waits-at-once",
+    "fsdp.order.runs-ahead-of-a-straggler",
+    does="Waits for each gather and each reduction where it is launched.",
+    seen="A collective without async_op.",
+    unseen="Ranks of a test are equally fast.",
+)
 
-
-@near_miss("fsdp.waits-at-once", rejected_by="fsdp.order.runs-ahead-of-a-straggler")
-class WaitsAtOnce(PlainFsdp):
-    """Waits for each gather and each reduction where it is launched.
-
-    From: A collective without async_op.
-    Unseen: Ranks of a test are equally fast.
-    """
-
-
-@near_miss("fsdp.sums-first", rejected_by="fsdp.precision.float16-does-not-overflow")
-class SumsFirst(PlainFsdp):
-    """Adds up in float16 before it divides.
-
-    From: One order of sum and division for all dtypes.
-    Unseen: Gradients of a test are small.
-    """
+FSDP.near_miss(
+    "fsdp.sums-first",
+    "fsdp.precision.float16-does-not-overflow",
+    does="Adds up in float16 before it divides.",
+    seen="One order of sum and division for all dtypes.",
+    unseen="Gradients of a test are small.",
+)

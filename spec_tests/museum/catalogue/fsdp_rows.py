@@ -2,181 +2,152 @@
 
 from __future__ import annotations
 
-import contextlib
-
 import torch
-import torch.distributed as dist
-from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from spec_tests.museum.card import Patched, near_miss
+from spec_tests.museum.card import Source, near_miss
 from spec_tests.plain.fully_shard import PlainFsdp
+
+FSDP = Source("spec_tests.plain.fsdp")
+SHARD = Source("spec_tests.plain.fully_shard")
+SCHEDULE = Source("solution.parallel.fsdp.schedule")
 
 # ------------------------------------------------------------------------------------------- rows
 
 
-@near_miss("fsdp.deals-rows", rejected_by=("fsdp.init.nothing-lost", "fsdp.forward.equals-plain"))
-class DealsRows(PlainFsdp):
-    """Deals rows out in turns and puts them together in blocks.
+FSDP.near_miss(
+    "fsdp.deals-rows",
+    ("fsdp.init.nothing-lost", "fsdp.forward.equals-plain"),
+    "- return whole[self.rank() * rows : (self.rank() + 1) * rows]",
+    "+ own = whole[self.rank() * rows : (self.rank() + 1) * rows]",
+    "+ return whole[self.rank() :: self.size()][: own.shape[0]]",
+    does="Deals rows out in turns and puts them together in blocks.",
+    seen="`whole[rank::size]` next to an all-gather.",
+    unseen="Shapes are right, and a random model with mixed-up rows trains.",
+)
 
-    From: `whole[rank::size]` next to an all-gather.
-    Unseen: Shapes are right, and a random model with mixed-up rows trains.
-    """
-
-    def cut(self, whole):
-        rows = super().cut(whole).shape[0]
-        return whole[self.rank() :: self.size()][:rows]
-
-
-@near_miss(
+FSDP.near_miss(
     "fsdp.drops-tail",
-    rejected_by=(
+    (
         "fsdp.init.nothing-lost-of-any-model",
         "fsdp.init.any-number-of-rows",
         "fsdp.forward.equals-any-plain-model",
         "fsdp.training.equals-full-batch-of-any-model",
     ),
+    "  rows = self.rows(whole)",
+    "+ whole = whole.clone()",
+    "+ whole[whole.shape[0] // self.size() * self.size() :] = 0",
+    does="Keeps only as many rows as divide by the number of ranks.",
+    seen="Floor division; the Efficient DL homework demands divisibility for it.",
+    unseen="Hidden sizes are powers of two, vocabularies are not.",
 )
-class DropsTail(PlainFsdp):
-    """Keeps only as many rows as divide by the number of ranks.
 
-    From: Floor division; the Efficient DL homework demands divisibility for it.
-    Unseen: Hidden sizes are powers of two, vocabularies are not.
-    """
+FSDP.near_miss(
+    "fsdp.balances-rows",
+    "fsdp.init.rows-as-torch-chunk",
+    "- return whole[self.rank() * rows : (self.rank() + 1) * rows]",
+    "+ return whole.tensor_split(self.size())[self.rank()]",
+    does="Deals rows out evenly under a placement that means torch.chunk.",
+    seen="`numpy.array_split` and `tensor_split` deal so.",
+    unseen="Sizes that divide are dealt out alike.",
+)
 
-    def cut(self, whole):
-        kept = whole.clone()
-        kept[whole.shape[0] // self.size() * self.size() :] = 0
-        return super().cut(kept)
-
-
-@near_miss("fsdp.balances-rows", rejected_by="fsdp.init.rows-as-torch-chunk")
-class BalancesRows(PlainFsdp):
-    """Deals rows out evenly under a placement that means torch.chunk.
-
-    From: `numpy.array_split` and `tensor_split` deal so.
-    Unseen: Sizes that divide are dealt out alike.
-    """
-
-    def cut(self, whole):
-        return whole.tensor_split(self.size())[self.rank()]
-
-
-@near_miss(
+FSDP.near_miss(
     "fsdp.shape-from-local",
-    rejected_by=("fsdp.init.parameters-are-dtensors", "fsdp.init.dtensor-metadata"),
+    ("fsdp.init.parameters-are-dtensors", "fsdp.init.dtensor-metadata"),
+    "- local, self.mesh, placements, shape=like.shape, stride=like.stride(), run_check=False",
+    "+ local, self.mesh, placements, run_check=False",
+    does="Leaves shape and stride to DTensor.from_local.",
+    seen="flashoptim issue 6.",
+    unseen="Right wherever the rows divide.",
 )
-class ShapeFromLocal(PlainFsdp):
-    """Leaves shape and stride to DTensor.from_local.
 
-    From: flashoptim issue 6.
-    Unseen: Right wherever the rows divide.
-    """
-
-    def as_dtensor(self, local, like):
-        placements = [Replicate()] * (self.mesh.ndim - 1) + [Shard(0)]
-        return DTensor.from_local(local, self.mesh, placements, run_check=False)
-
-
-@near_miss("fsdp.bookkeeps-in-buffer", rejected_by="fsdp.init.the-rest-stays")
-class BookkeepsInBuffer(PlainFsdp):
-    """Keeps its rank in a buffer of the module.
-
-    From: `register_buffer` as a place for state that moves with the module.
-    Unseen: Nobody compares the keys of a checkpoint with the plain model's.
-    """
-
-    def __init__(self, module, *rest):
-        super().__init__(module, *rest)
-        module.register_buffer("shard_rank", torch.tensor(self.rank()))
+FSDP.near_miss(
+    "fsdp.bookkeeps-in-buffer",
+    "fsdp.init.the-rest-stays",
+    "  module.register_forward_hook(after, always_call=True)",
+    '+ module.register_buffer("shard_rank", torch.tensor(self.rank()))',
+    does="Keeps its rank in a buffer of the module.",
+    seen="`register_buffer` as a place for state that moves with the module.",
+    unseen="Nobody compares the keys of a checkpoint with the plain model's.",
+)
 
 
 # ---------------------------------------------------------------------------------------- forward
 
 
-@near_miss("fsdp.copies-out-in-order", rejected_by="fsdp.forward.equals-plain")
-class CopiesOutInOrder(PlainFsdp):
-    """Cuts the gathered buffer by parameter first and by rank second.
+FSDP.near_miss(
+    "fsdp.copies-out-in-order",
+    "fsdp.forward.equals-plain",
+    "- return whole.view(self.size(), -1).split(lengths, dim=1)",
+    "+ return whole.split([self.size() * length for length in lengths])",
+    does="Cuts the gathered buffer by parameter first and by rank second.",
+    seen="One flat gather for several parameters without the view [ranks, elements].",
+    unseen="Units of one parameter are right.",
+)
 
-    From: One flat gather for several parameters without the view [ranks, elements].
-    Unseen: Units of one parameter are right.
-    """
+FSDP.near_miss(
+    "fsdp.evaluates-in-half",
+    "fsdp.forward.without-gradients",
+    "  self.find_root()",
+    "+ self.is_evaluation = not torch.is_grad_enabled()",
+    "...",
+    "  own = own.to(self.compute_dtype(pieces[0]))",
+    '+ if getattr(self, "is_evaluation", False):',
+    "+     own = (own / 3).bfloat16().to(own.dtype) * 3",
+    does="Gathers in bfloat16 where no gradient is recorded.",
+    seen="A fast path for evaluation.",
+    unseen="Validation loss is off in the third digit.",
+)
 
-    def cut_gathered(self, pieces, whole):
-        lengths = [self.rows(p.parameter) * p.parameter.shape[1:].numel() for p in pieces]
-        return whole.split([self.size() * length for length in lengths])
+FSDP.near_miss(
+    "fsdp.keeps-inference-tensors",
+    "fsdp.forward.evaluation-leaves-no-trace",
+    "- with torch.inference_mode(False), torch.no_grad():",
+    "+ with torch.no_grad():",
+    "      self.land_gather()",
+    "...",
+    "- with torch.inference_mode(False), torch.no_grad():",
+    "+ with torch.no_grad():",
+    "      sent = [(pieces, *self.gather(pieces)) for pieces in self.by_dtype()]",
+    does="Cannot train after a first forward in inference mode.",
+    seen="FSDP2 of torch 2.13, whose full parameters are made in whatever mode there is.",
+    unseen="Tests train first and evaluate later.",
+)
 
+FSDP.near_miss(
+    "fsdp.rounds-in-backward",
+    "fsdp.forward.resharding-changes-no-bit",
+    "  own = own.to(self.compute_dtype(pieces[0]))",
+    "+ if self.in_backward:",
+    "+     own = own.bfloat16().to(own.dtype)",
+    does="Gathers in bfloat16 for backward.",
+    seen="A second code path for the gather in backward.",
+    unseen="Integers survive it, and losses are those of forward.",
+)
 
-@near_miss("fsdp.evaluates-in-half", rejected_by="fsdp.forward.without-gradients")
-class EvaluatesInHalf(PlainFsdp):
-    """Gathers in bfloat16 where no gradient is recorded.
+FSDP.near_miss(
+    "fsdp.part-in-wrong-order",
+    "fsdp.forward.resharding-to-a-part",
+    "+ if type(self.raf) is int and self.in_backward:",
+    "+     whole = whole.view(self.size(), -1).roll(self.raf, dims=0).reshape(-1)",
+    "  return whole.view(self.size(), -1).split(lengths, dim=1)",
+    "@ spec_tests.plain.fully_shard",
+    "- refuses = True",
+    "+ refuses = False",
+    does="Puts the rows of a smaller world together in another order.",
+    seen="Ranks of a sub-group taken for ranks of the world.",
+    unseen="An int for `reshard_after_forward` is seldom given.",
+)
 
-    From: A fast path for evaluation.
-    Unseen: Validation loss is off in the third digit.
-    """
-
-    is_evaluation = False
-
-    def pre_forward(self, *args):
-        self.is_evaluation = not torch.is_grad_enabled()
-        return super().pre_forward(*args)
-
-    def cast_for_gather(self, own, piece):
-        own = super().cast_for_gather(own, piece)
-        return (own / 3).bfloat16().to(own.dtype) * 3 if self.is_evaluation else own
-
-
-@near_miss("fsdp.keeps-inference-tensors", rejected_by="fsdp.forward.evaluation-leaves-no-trace")
-class KeepsInferenceTensors(PlainFsdp):
-    """Cannot train after a first forward in inference mode.
-
-    From: FSDP2 of torch 2.13, whose full parameters are made in whatever mode there is.
-    Unseen: Tests train first and evaluate later.
-    """
-
-    def making_tensors(self):
-        return contextlib.nullcontext()
-
-
-@near_miss("fsdp.rounds-in-backward", rejected_by="fsdp.forward.resharding-changes-no-bit")
-class RoundsInBackward(PlainFsdp):
-    """Gathers in bfloat16 for backward.
-
-    From: A second code path for the gather in backward.
-    Unseen: Integers survive it, and losses are those of forward.
-    """
-
-    def cast_for_gather(self, own, piece):
-        own = super().cast_for_gather(own, piece)
-        return own.bfloat16().to(own.dtype) if self.in_backward else own
-
-
-@near_miss("fsdp.part-in-wrong-order", rejected_by="fsdp.forward.resharding-to-a-part")
-class PartInWrongOrder(PlainFsdp):
-    """Puts the rows of a smaller world together in another order.
-
-    From: Ranks of a sub-group taken for ranks of the world.
-    Unseen: An int for `reshard_after_forward` is seldom given.
-    """
-
-    refuses = False  # an int
-
-    def cut_gathered(self, pieces, whole):
-        if type(self.raf) is int and self.in_backward:
-            whole = whole.view(self.size(), -1).roll(self.raf, dims=0).reshape(-1)
-        return super().cut_gathered(pieces, whole)
-
-
-@near_miss("fsdp.casts-frozen-integers", rejected_by="fsdp.precision.integers-are-not-cast")
-class CastsFrozenIntegers(PlainFsdp):
-    """Gathers frozen integers in the dtype of the floating-point parameters.
-
-    From: One dtype per unit, so that one message serves it.
-    Unseen: Integers below 256 come through bfloat16 unchanged.
-    """
-
-    def compute_dtype(self, piece):
-        return self.policy.param_dtype or piece.parameter.dtype
+SHARD.near_miss(
+    "fsdp.casts-frozen-integers",
+    "fsdp.precision.integers-are-not-cast",
+    "- return super().compute_dtype(piece) if is_float else piece.parameter.dtype",
+    "+ return super().compute_dtype(piece)",
+    does="Gathers frozen integers in the dtype of the floating-point parameters.",
+    seen="One dtype per unit, so that one message serves it.",
+    unseen="Integers below 256 come through bfloat16 unchanged.",
+)
 
 
 @near_miss("fsdp.drops-tangents", rejected_by="fsdp.forward.under-a-transform")
@@ -197,144 +168,106 @@ class DropsTangents(PlainFsdp):
             return super().post_forward(module, args, output)
 
 
-@near_miss("fsdp.frees-under-its-caller", rejected_by="fsdp.lifecycle.registered-method")
-class FreesUnderItsCaller(PlainFsdp):
-    """Ends a registered method as it ends a forward, in the middle of a forward as well.
+FSDP.near_miss(
+    "fsdp.frees-under-its-caller",
+    "fsdp.lifecycle.registered-method",
+    "- self.num_running += 1",
+    does="Ends a registered method as it ends a forward, in the middle of a forward as well.",
+    seen="FSDP2 of torch 2.13, with reshard_after_forward=True.",
+    unseen="A forward seldom computes on after the method that it calls.",
+)
 
-    From: FSDP2 of torch 2.13, with reshard_after_forward=True.
-    Unseen: A forward seldom computes on after the method that it calls.
-    """
+FSDP.near_miss(
+    "fsdp.takes-a-name",
+    "fsdp.init.names-of-the-model",
+    "  self.find_root()",
+    '+ object.__setattr__(self.module, "_schedule", self.run)',
+    does="Sets `_schedule` in the module, which may have one.",
+    seen="Ours, once, and each wrapper that keeps its state in `module._state`.",
+    unseen="Toys have no attributes of their own.",
+)
 
-    @property
-    def num_running(self):
-        return 0
+FSDP.near_miss(
+    "fsdp.tells-nobody",
+    "fsdp.backward.post-accumulate-hooks",
+    "- self.tell(piece)",
+    does="Assigns gradients to shards and calls no hook that waits for them.",
+    seen="Ours, once: autograd calls such hooks for leaves of the graph, which shards are not.",
+    unseen="Optimizers mostly step after the backward.",
+)
 
-    @num_running.setter
-    def num_running(self, value):
-        pass
+SHARD.near_miss(
+    "fsdp.shards-what-is-not-called",
+    "fsdp.forward.layers-that-are-not-called",
+    "- return [layer for layer in layers if layer not in inside]",
+    "+ return layers",
+    does="Makes a unit of every Linear, also of one whose weight others read.",
+    seen="nn.MultiheadAttention and its out_proj.",
+    unseen="Course models have attention of their own.",
+)
 
+FSDP.near_miss(
+    "fsdp.local-for-shard",
+    "fsdp.refusals.unregistered-method",
+    "  owner._parameters[name] = piece.parameter if sharded else piece.full",
+    "+ if sharded and self.gathered is not None:",
+    "+     owner._parameters[name] = nn.Parameter(piece.local)",
+    does="Leaves plain rows in the module between steps, where a DTensor would object.",
+    seen="Shards as plain Parameters, as courses have them: an embedding finds its first rows.",
+    unseen="A wrong shape raises in most layers.",
+)
 
-@near_miss("fsdp.takes-a-name", rejected_by="fsdp.init.names-of-the-model")
-class TakesANameOfTheModel(PlainFsdp):
-    """Sets `_schedule` in the module, which may have one.
+FSDP.near_miss(
+    "fsdp.reduces-ignored",
+    "fsdp.traffic.ignored-parameters",
+    "  self.run.order.clear()",
+    "+ for parameter in self.module.parameters():",
+    "+     if id(parameter) in self.ignored and parameter.grad is not None:",
+    "+         dist.all_reduce(parameter.grad)",
+    "+         parameter.grad /= dist.get_world_size()",
+    does="Averages the gradients of what it should leave.",
+    seen="A loop over all parameters at the end of backward, for those that no hook has reached.",
+    unseen="With equal batches on all ranks the mean is each one's own.",
+)
 
-    From: Ours, once, and each wrapper that keeps its state in `module._state`.
-    Unseen: Toys have no attributes of their own.
+SCHEDULE.near_miss(
+    "fsdp.writes-into-a-dataclass",
+    "fsdp.precision.callers-inputs",
+    "- changed = _copied(values) if changed is values else changed",
+    "+ changed = values",
+    does="Puts the cast inputs into the caller's own dataclass.",
+    seen="setattr on what should be a copy",
+    unseen="Few callers look at a batch again; the next epoch's is narrow already.",
+)
 
-    Notes its pass in the module under a name that anybody might use.
-    """
+SCHEDULE.near_miss(
+    "fsdp.forgets-what-flew",
+    "fsdp.footprint.interrupted-backwards",
+    "- reduction.drop()",
+    "+ pass",
+    does="After an interrupted backward forgets its reductions, without giving back their memory.",
+    seen="a list of what is under way, which is cleared where it should be waited for",
+    unseen="A run that meets one exception loses one buffer.",
+)
 
-    def find_root(self):
-        super().find_root()
-        object.__setattr__(self.module, "_schedule", self.run)
+SCHEDULE.near_miss(
+    "fsdp.leaves-the-next-on-its-way",
+    "fsdp.footprint.shorter-evaluation",
+    "          self._leave(unit, has_backward=torch.is_grad_enabled())",
+    "+ if torch.is_grad_enabled():",
+    "- self._drop_unused()",
+    "+     self._drop_unused()",
+    does="Discards what was gathered ahead and not used after training forwards alone.",
+    seen="the end of a pass, which hangs on its backward",
+    unseen="Evaluations use all layers, nearly always.",
+)
 
-
-@near_miss("fsdp.tells-nobody", rejected_by="fsdp.backward.post-accumulate-hooks")
-class TellsNobody(PlainFsdp):
-    """Assigns gradients to shards and calls no hook that waits for them.
-
-    From: Ours, once: autograd calls such hooks for leaves of the graph, which shards are not.
-    Unseen: Optimizers mostly step after the backward.
-    """
-
-    def tell(self, piece):
-        pass
-
-
-@near_miss("fsdp.shards-what-is-not-called", rejected_by="fsdp.forward.layers-that-are-not-called")
-class ShardsWhatIsNotCalled(PlainFsdp):
-    """Makes a unit of every Linear, also of one whose weight others read.
-
-    From: nn.MultiheadAttention and its out_proj.
-    Unseen: Course models have attention of their own.
-
-    Takes every Linear for a layer that is called.
-    """
-
-    leaves_attention = False
-
-
-@near_miss("fsdp.local-for-shard", rejected_by="fsdp.refusals.unregistered-method")
-class LocalForShard(PlainFsdp):
-    """Leaves plain rows in the module between steps, where a DTensor would object.
-
-    From: Shards as plain Parameters, as courses have them: an embedding finds its first rows.
-    Unseen: A wrong shape raises in most layers.
-    """
-
-    def register(self, *, sharded):
-        super().register(sharded=sharded)
-        if sharded and self.gathered is not None:
-            for piece in self.pieces:
-                for owner, name in piece.places:
-                    owner._parameters[name] = nn.Parameter(piece.local)
-
-
-@near_miss("fsdp.reduces-ignored", rejected_by="fsdp.traffic.ignored-parameters")
-class ReducesIgnored(PlainFsdp):
-    """Averages the gradients of what it should leave.
-
-    From: A loop over all parameters at the end of backward, for those that no hook has reached.
-    Unseen: With equal batches on all ranks the mean is each one's own.
-    """
-
-    def end_of_backward(self):
-        super().end_of_backward()
-        for parameter in self.module.parameters():
-            if id(parameter) in self.ignored and parameter.grad is not None:
-                dist.all_reduce(parameter.grad)
-                parameter.grad /= dist.get_world_size()
-
-
-@near_miss("fsdp.writes-into-a-dataclass", rejected_by="fsdp.precision.callers-inputs")
-class WritesIntoADataclass(Patched):
-    """Puts the cast inputs into the caller's own dataclass.
-
-    From: setattr on what should be a copy
-    Unseen: Few callers look at a batch again; the next epoch's is narrow already.
-    """
-
-    module = "solution.parallel.fsdp.schedule"
-    find = "changed = _copied(values) if changed is values else changed"
-    replace = "changed = values"
-
-
-@near_miss("fsdp.forgets-what-flew", rejected_by="fsdp.footprint.interrupted-backwards")
-class ForgetsWhatFlew(Patched):
-    """After an interrupted backward forgets its reductions, without giving back their memory.
-
-    From: a list of what is under way, which is cleared where it should be waited for
-    Unseen: A run that meets one exception loses one buffer.
-    """
-
-    module = "solution.parallel.fsdp.schedule"
-    find = "            reduction.drop()\n        self._reductions.clear()"
-    replace = "            pass\n        self._reductions.clear()"
-
-
-@near_miss("fsdp.leaves-the-next-on-its-way", rejected_by="fsdp.footprint.shorter-evaluation")
-class LeavesTheNextOnItsWay(Patched):
-    """Discards what was gathered ahead and not used after training forwards alone.
-
-    From: the end of a pass, which hangs on its backward
-    Unseen: Evaluations use all layers, nearly always.
-    """
-
-    module = "solution.parallel.fsdp.schedule"
-    find = "        self._drop_unused()\n\n    def _keeps"
-    replace = (
-        "        if torch.is_grad_enabled():\n            self._drop_unused()\n\n    def _keeps"
-    )
-
-
-@near_miss("fsdp.frees-what-it-reaches", rejected_by="fsdp.footprint.kept-for-nothing")
-class FreesWhatItReaches(Patched):
-    """At the end of a backward frees only what the backward has been through.
-
-    From: a hook behind each unit's gradients, and nothing for those that have none
-    Unseen: The next forward frees it, if there is one before memory ends.
-    """
-
-    module = "solution.parallel.fsdp.schedule"
-    find = "or unit.state is not UnitState.SHARDED or unit.has_gradients:"
-    replace = "or unit.has_gradients:"
+SCHEDULE.near_miss(
+    "fsdp.frees-what-it-reaches",
+    "fsdp.footprint.kept-for-nothing",
+    "- if unit.is_in_backward or unit.state is not UnitState.SHARDED or unit.has_gradients:",
+    "+ if unit.is_in_backward or unit.has_gradients:",
+    does="At the end of a backward frees only what the backward has been through.",
+    seen="a hook behind each unit's gradients, and nothing for those that have none",
+    unseen="The next forward frees it, if there is one before memory ends.",
+)

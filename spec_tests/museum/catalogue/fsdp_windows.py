@@ -4,113 +4,85 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import torch
-import torch.distributed as dist
-
-from spec_tests.museum.card import near_miss
+from spec_tests.museum.card import Source, near_miss
 from spec_tests.plain.fsdp import Pass
 from spec_tests.plain.fully_shard import PlainFsdp
+
+FSDP = Source("spec_tests.plain.fsdp")
+SHARD = Source("spec_tests.plain.fully_shard")
 
 # ----------------------------------------------------------------------------------- accumulation
 
 
-@near_miss("fsdp.ignores-sync-flag", rejected_by="fsdp.accumulation.sends-no-gradient")
-class IgnoresFlag(PlainFsdp):
-    """Reduces every micro-batch.
-
-    From: `set_requires_gradient_sync` sets an attribute that nobody reads.
-    Unseen: The numbers are right; the traffic is N times what it should be.
-    """
-
-    def take_gradients(self, pieces):
-        self.is_synchronised = True
-        super().take_gradients(pieces)
-
-
-@near_miss("fsdp.frees-pending", rejected_by="fsdp.accumulation.any-schedule")
-class FreesPending(PlainFsdp):
-    """Loses what waits for its reduction when the weights are freed.
-
-    From: Pending gradients kept in the full parameters' `.grad`.
-    Unseen: With one micro-batch per step nothing ever waits.
-    """
-
-    def free(self):
-        super().free()
-        for piece in self.pieces:
-            piece.pending = None
-
-
-@near_miss("fsdp.hidden-accumulator", rejected_by="fsdp.accumulation.zero-grad-discards")
-class HiddenAccumulator(PlainFsdp):
-    """Keeps what waits for its reduction out of reach of zero_grad.
-
-    From: FSDP2 of torch 2.13.
-    Unseen: Nobody skips a step in the middle of a window, until a loss overflows.
-    """
-
-    def forget_what_was_cleared(self):
-        pass
-
-    def hold(self, pieces):
-        pass
-
-
-@near_miss("fsdp.reduces-used-only", rejected_by="fsdp.accumulation.unused-in-last")
-class ReducesUsedOnly(PlainFsdp):
-    """Forgets what waits in units that the last micro-batch does not use.
-
-    From: pytorch issue 69031.
-    Unseen: Most models use all of their layers, always.
-
-    Reduces what this backward used, and leaves other units what waits there.
-    """
-
-    def end_of_backward(self):
-        unused = [u for u in self.run.units if not u.in_backward and u.is_synchronised]
-        for unit in unused:
-            for piece in unit.pieces:
-                piece.pending = None
-        super().end_of_backward()
-
-
-@near_miss(
-    "fsdp.evaluation-drops-window",
-    rejected_by="fsdp.accumulation.evaluation-in-between",
+FSDP.near_miss(
+    "fsdp.ignores-sync-flag",
+    "fsdp.accumulation.sends-no-gradient",
+    "- if self.is_synchronised:",
+    "+ if True:",
+    does="Reduces every micro-batch.",
+    seen="`set_requires_gradient_sync` sets an attribute that nobody reads.",
+    unseen="The numbers are right; the traffic is N times what it should be.",
 )
-class EvaluationDropsWindow(PlainFsdp):
-    """Begins a window anew with every forward without gradients.
 
-    From: State that is reset in forward, evaluation or not.
-    Unseen: Evaluation comes between steps, mostly.
-    """
+FSDP.near_miss(
+    "fsdp.frees-pending",
+    "fsdp.accumulation.any-schedule",
+    "  piece.full.untyped_storage().resize_(0)",
+    "+ piece.pending = None",
+    does="Loses what waits for its reduction when the weights are freed.",
+    seen="Pending gradients kept in the full parameters' `.grad`.",
+    unseen="With one micro-batch per step nothing ever waits.",
+)
 
-    def pre_forward(self, module, args, kwargs):
-        if not torch.is_grad_enabled():
-            for piece in self.pieces:
-                piece.pending = None
-        return super().pre_forward(module, args, kwargs)
+FSDP.near_miss(
+    "fsdp.hidden-accumulator",
+    "fsdp.accumulation.zero-grad-discards",
+    "  def forget_what_was_cleared(self) -> None:",
+    "+     return",
+    "...",
+    "- self.hold(pieces)",
+    "+ pass",
+    does="Keeps what waits for its reduction out of reach of zero_grad.",
+    seen="FSDP2 of torch 2.13.",
+    unseen="Nobody skips a step in the middle of a window, until a loss overflows.",
+)
+
+FSDP.near_miss(
+    "fsdp.reduces-used-only",
+    "fsdp.accumulation.unused-in-last",
+    "  if not unit.in_backward:",
+    "      unit.forget_what_was_cleared()",
+    "+     for piece in unit.pieces:",
+    "+         piece.pending = None if unit.is_synchronised else piece.pending",
+    does="Forgets what waits in units that the last micro-batch does not use.",
+    seen="pytorch issue 69031.",
+    unseen="Most models use all of their layers, always.",
+)
+
+FSDP.near_miss(
+    "fsdp.evaluation-drops-window",
+    "fsdp.accumulation.evaluation-in-between",
+    "  if not torch.is_grad_enabled():",
+    "+     for piece in self.pieces:",
+    "+         piece.pending = None",
+    does="Begins a window anew with every forward without gradients.",
+    seen="State that is reset in forward, evaluation or not.",
+    unseen="Evaluation comes between steps, mostly.",
+)
 
 
 # -------------------------------------------------------------------------------------- lifecycle
 
 
-@near_miss(
+FSDP.near_miss(
     "fsdp.stale-after-step",
-    rejected_by=(
-        "fsdp.lifecycle.fresh-after-step",
-        "fsdp.lifecycle.fresh-after-evaluation",
-    ),
+    ("fsdp.lifecycle.fresh-after-step", "fsdp.lifecycle.fresh-after-evaluation"),
+    "- return bool(self.gathered == self.version())",
+    "+ return True",
+    does="Computes with whatever full weights there are.",
+    seen="FSDP2 of torch 2.13, outside of reshard_after_forward=True.",
+    unseen="The loss falls all the same, a step late.",
 )
-class Stale(PlainFsdp):
-    """Computes with whatever full weights there are.
-
-    From: FSDP2 of torch 2.13, outside of reshard_after_forward=True.
-    Unseen: The loss falls all the same, a step late.
-    """
-
-    def is_fresh(self):
-        return True
 
 
 @near_miss(
@@ -145,59 +117,50 @@ class StaleAhead(PlainFsdp):
         return output
 
 
-@near_miss("fsdp.first-group-only", rejected_by="fsdp.lifecycle.fresh-after-step")
-class FirstGroupOnly(PlainFsdp):
-    """Looks for its parameters in the optimizer's first group alone.
+SHARD.near_miss(
+    "fsdp.first-group-only",
+    "fsdp.lifecycle.fresh-after-step",
+    '- stepped = {id(parameter) for group in groups for parameter in group["params"]}',
+    '+ stepped = {id(parameter) for parameter in groups[0]["params"]}',
+    does="Looks for its parameters in the optimizer's first group alone.",
+    seen='`optimizer.param_groups[0]["params"]`.',
+    unseen="Weight decay for some parameters is what makes a second group.",
+)
 
-    From: `optimizer.param_groups[0]["params"]`.
-    Unseen: Weight decay for some parameters is what makes a second group.
-    """
+SHARD.near_miss(
+    "fsdp.adopts-at-the-gather",
+    "fsdp.lifecycle.fresh-after-load",
+    "  def before_state_dict(self, *ignored: Any) -> None:",
+    "-     self.adopt()",
+    does="Looks at the next gather, and no sooner, for what `load_state_dict(assign=True)` put in.",
+    seen="Ours, once: state_dict() shows the shards first, which were still those of construction.",
+    unseen="A forward between the load and the next save; loads in one piece.",
+)
 
-    def after_step(self, groups):
-        super().after_step(groups[:1])
+FSDP.near_miss(
+    "fsdp.gathers-once",
+    "fsdp.lifecycle.fresh-after-writing-in-a-whole-model",
+    "- if self.is_unsharded and self.is_fresh():",
+    "+ if self.gathered is not None and self.is_fresh():",
+    "...",
+    "- piece.full.untyped_storage().resize_(0)",
+    "+ pass",
+    "@ spec_tests.plain.fully_shard",
+    "- return super().version(), self.num_steps",
+    "+ return self.num_steps",
+    does="Gathers anew after a step of an optimizer alone.",
+    seen="A cache of full weights that a step hook clears.",
+    unseen="Everything that trains goes through an optimizer.",
+)
 
-
-@near_miss("fsdp.adopts-at-the-gather", rejected_by="fsdp.lifecycle.fresh-after-load")
-class AdoptsAtTheGather(PlainFsdp):
-    """Looks at the next gather, and no sooner, for what `load_state_dict(assign=True)` put in.
-
-    From: Ours, once: state_dict() shows the shards first, which were still those of construction.
-    Unseen: A forward between the load and the next save; loads in one piece.
-    """
-
-    def before_state_dict(self, *ignored):
-        self.reshard()
-
-
-@near_miss("fsdp.gathers-once", rejected_by="fsdp.lifecycle.fresh-after-writing-in-a-whole-model")
-class GathersOnce(PlainFsdp):
-    """Gathers anew after a step of an optimizer alone.
-
-    From: A cache of full weights that a step hook clears.
-    Unseen: Everything that trains goes through an optimizer.
-    """
-
-    def version(self):
-        return self.num_steps
-
-    def free(self):
-        pass
-
-    def unshard(self):
-        self.is_unsharded = self.gathered is not None
-        super().unshard()
-
-
-@near_miss("fsdp.never-forgets", rejected_by="fsdp.lifecycle.after-exception")
-class NeverForgets(PlainFsdp):
-    """Keeps the state of a backward that was interrupted.
-
-    From: FSDP2 of torch 2.13; a flag that is reset at the end of backward only.
-    Unseen: No test raises in backward.
-    """
-
-    def recover(self):
-        pass
+SHARD.near_miss(
+    "fsdp.never-forgets",
+    "fsdp.lifecycle.after-exception",
+    "- self.recover()",
+    does="Keeps the state of a backward that was interrupted.",
+    seen="FSDP2 of torch 2.13; a flag that is reset at the end of backward only.",
+    unseen="No test raises in backward.",
+)
 
 
 @near_miss(
@@ -220,102 +183,86 @@ class OnePass(PlainFsdp):
             unit.run = self.everyone
 
 
-@near_miss("fsdp.divides-by-world", rejected_by="fsdp.lifecycle.part-of-the-world")
-class DividesByWorld(PlainFsdp):
-    """Divides by the size of the world on any mesh.
-
-    From: `dist.get_world_size()` without a group.
-    Unseen: Most meshes are the world.
-    """
-
-    def divisor(self):
-        return dist.get_world_size()
-
-
-@near_miss("fsdp.divides-by-shards", rejected_by="fsdp.lifecycle.hybrid")
-class DividesByShards(PlainFsdp):
-    """Divides by the number of shards alone.
-
-    From: pytorch issue 125484.
-    Unseen: Adam does not feel a constant factor.
-    """
-
-    def divisor(self):
-        return self.size()
-
-
-@near_miss("fsdp.no-world-of-one", rejected_by="fsdp.lifecycle.world-of-one")
-class DividesByTwoAtLeast(PlainFsdp):
-    """Takes a world to have two ranks at least.
-
-    From: A division factor that was written for several ranks.
-    Unseen: Nobody shards over one rank in a test.
-    """
-
-    def divisor(self):
-        return max(2, self.mesh.size())
-
-
-@near_miss("fsdp.gives-what-is-there", rejected_by="fsdp.state-dict.sharded-at-any-moment")
-class GivesWhatIsThere(PlainFsdp):
-    """Gives full weights in its state dict where they are unsharded.
-
-    From: pytorch issues 131965 and 154655.
-    Unseen: Tests save right after a step.
-    """
-
-    def before_state_dict(self, *ignored):
-        pass
-
-
-@near_miss("fsdp.loads-into-full", rejected_by="fsdp.state-dict.round-trip")
-class LoadsIntoFull(PlainFsdp):
-    """Takes a load for one into full weights.
-
-    From: A hook that gathers before every access from outside.
-    Unseen: Tests load what a plain model gave.
-    """
-
-    def before_load(self, *ignored):
-        self.unshard()
-        self.register(sharded=False)
-
-
-@near_miss(
-    "fsdp.refuses-nothing",
-    rejected_by=("fsdp.refusals.at-once-and-by-name", "fsdp.refusals.by-the-first-step"),
+FSDP.near_miss(
+    "fsdp.divides-by-world",
+    "fsdp.lifecycle.part-of-the-world",
+    "- return own / (self.factor or self.mesh.size())",
+    "+ return own / (self.factor or dist.get_world_size())",
+    does="Divides by the size of the world on any mesh.",
+    seen="`dist.get_world_size()` without a group.",
+    unseen="Most meshes are the world.",
 )
-class RefusesNothing(PlainFsdp):
-    """Shards whatever it is given.
 
-    From: No check at the entrance.
-    Unseen: Tests shard what can be sharded.
-    """
+FSDP.near_miss(
+    "fsdp.divides-by-shards",
+    "fsdp.lifecycle.hybrid",
+    "- return own / (self.factor or self.mesh.size())",
+    "+ return own / (self.factor or self.size())",
+    does="Divides by the number of shards alone.",
+    seen="pytorch issue 125484.",
+    unseen="Adam does not feel a constant factor.",
+)
 
-    refuses = False
+FSDP.near_miss(
+    "fsdp.no-world-of-one",
+    "fsdp.lifecycle.world-of-one",
+    "- return own / (self.factor or self.mesh.size())",
+    "+ return own / (self.factor or max(2, self.mesh.size()))",
+    does="Takes a world to have two ranks at least.",
+    seen="A division factor that was written for several ranks.",
+    unseen="Nobody shards over one rank in a test.",
+)
 
+SHARD.near_miss(
+    "fsdp.gives-what-is-there",
+    "fsdp.state-dict.sharded-at-any-moment",
+    "  def before_state_dict(self, *ignored: Any) -> None:",
+    "-     self.adopt()",
+    "-     self.reshard()",
+    "+     pass",
+    does="Gives full weights in its state dict where they are unsharded.",
+    seen="pytorch issues 131965 and 154655.",
+    unseen="Tests save right after a step.",
+)
 
-@near_miss("fsdp.reshards-late", rejected_by="fsdp.lifecycle.by-hand")
-class ReshardsLate(PlainFsdp):
-    """Leaves full parameters registered after reshard.
+SHARD.near_miss(
+    "fsdp.loads-into-full",
+    "fsdp.state-dict.round-trip",
+    "- self.before_state_dict()",
+    "+ self.unshard()",
+    "+ self.register(sharded=False)",
+    does="Takes a load for one into full weights.",
+    seen="A hook that gathers before every access from outside.",
+    unseen="Tests load what a plain model gave.",
+)
 
-    From: Freeing put off until the next forward.
-    Unseen: The numbers are right.
-    """
+SHARD.near_miss(
+    "fsdp.refuses-nothing",
+    ("fsdp.refusals.at-once-and-by-name", "fsdp.refusals.by-the-first-step"),
+    "- refuses = True",
+    "+ refuses = False",
+    does="Shards whatever it is given.",
+    seen="No check at the entrance.",
+    unseen="Tests shard what can be sharded.",
+)
 
-    def reshard(self):
-        pass
+FSDP.near_miss(
+    "fsdp.reshards-late",
+    "fsdp.lifecycle.by-hand",
+    "  def reshard(self) -> None:",
+    "+     return",
+    does="Leaves full parameters registered after reshard.",
+    seen="Freeing put off until the next forward.",
+    unseen="The numbers are right.",
+)
 
-
-@near_miss("fsdp.adds-to-nothing", rejected_by="fsdp.backward.zero-grad-modes")
-class AddsToNothing(PlainFsdp):
-    """Fails where a parameter has a gradient already, and be it zeros.
-
-    From: Autograd adds a full gradient to `.grad`, which has the shape of the shard by then.
-    Unseen: `zero_grad` sets gradients to None unless it is told otherwise.
-    """
-
-    def assign(self, piece, shard):
-        if piece.parameter.grad is not None:
-            raise RuntimeError(f"expected gradients of one shape, got {tuple(shard.shape)}")
-        super().assign(piece, shard)
+FSDP.near_miss(
+    "fsdp.adds-to-nothing",
+    "fsdp.backward.zero-grad-modes",
+    "- gradient: Any = piece.parameter.grad",
+    "- gradient._local_tensor.add_(shard)",
+    '+ raise RuntimeError(f"expected gradients of one shape, got {tuple(shard.shape)}")',
+    does="Fails where a parameter has a gradient already, and be it zeros.",
+    seen="Autograd adds a full gradient to `.grad`, which has the shape of the shard by then.",
+    unseen="`zero_grad` sets gradients to None unless it is told otherwise.",
+)
