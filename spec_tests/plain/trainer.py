@@ -41,10 +41,6 @@ from spec_tests.plain.zero1 import PlainZero1
 class PlainTrainer:
     """One model, its optimizer and the order of a step; `strategy` says what is divided."""
 
-    wrapper: type[PlainDdp] = PlainDdp
-    divided: type[PlainZero1] = PlainZero1
-    sharded: type[PlainFsdp] = PlainFsdp
-
     def __init__(
         self, strategy: str, module: nn.Module, make_optimizer: Any, *, loss: Any,
         accumulation: int = 1, max_norm: float | None = None, dtype: Any = torch.float32,
@@ -62,17 +58,17 @@ class PlainTrainer:
     # ---------------------------------------------------------------------------- construction
 
     def wrap(self, module: nn.Module) -> Any:
-        return self.wrapper(module, self.group, 0.0)
+        return PlainDdp(module, self.group, 0.0)
 
     def shard(self, module: nn.Module) -> Any:
         group: Any = dist.group.WORLD if self.group is None else self.group
         mesh = DeviceMesh.from_group(group, "cpu")
-        return self.sharded.functions()["fully_shard"](module, mesh=mesh)
+        return PlainFsdp.functions()["fully_shard"](module, mesh=mesh)
 
     def build(self, make: Any) -> Any:
         named = list(self.module.named_parameters())
         if self.strategy == "zero1":
-            return self.divided(make.groups(named), make.cls, self.group, make.options)
+            return PlainZero1(make.groups(named), make.cls, self.group, make.options)
         return make(named)
 
     # ---------------------------------------------------------------------------------- a step
@@ -85,11 +81,11 @@ class PlainTrainer:
             with self.window(is_last=index == len(micro_batches) - 1):
                 loss = self.forward(micro_batch)
                 losses.append(loss.detach())
-                self.backward(loss / len(micro_batches))
+                (loss / len(micro_batches)).backward()
         self.finish()
         self.clip()
-        self.update()
-        return self.report(losses)
+        self.optimizer.step()
+        return torch.stack(losses).mean()
 
     def check(self, micro_batches: Sequence[Any]) -> None:
         if len(micro_batches) != self.accumulation:
@@ -121,9 +117,6 @@ class PlainTrainer:
             return contextlib.nullcontext()
         return torch.autocast("cpu", dtype=self.dtype)
 
-    def backward(self, loss: torch.Tensor) -> None:
-        loss.backward()
-
     def finish(self) -> None:
         if self.strategy != "fsdp":
             self.model.finish()
@@ -131,12 +124,6 @@ class PlainTrainer:
     def clip(self) -> None:
         if self.max_norm is not None:
             PlainClip(self.module.parameters(), self.max_norm, 2.0, False).run()
-
-    def update(self) -> None:
-        self.optimizer.step()
-
-    def report(self, losses: list[torch.Tensor]) -> Any:
-        return torch.stack(losses).mean()
 
     # ----------------------------------------------------------------------------- in between
 

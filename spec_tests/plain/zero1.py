@@ -124,23 +124,18 @@ class PlainZero1(torch.optim.Optimizer):
         packed = copy.deepcopy(torch.optim.Optimizer.state_dict(self))
         parts: list[Any] = [None] * self.size()
         dist.all_gather_object(parts, packed["state"], group=self.group)
-        return {**packed, "state": self.joined(parts)}
-
-    def joined(self, parts: list[Group]) -> Group:
-        return {number: entry for part in parts for number, entry in part.items()}
+        state = {number: entry for part in parts for number, entry in part.items()}
+        return {**packed, "state": state}
 
     def load_state_dict(self, state_dict: Group) -> None:
         every = [p for group in self.param_groups for p in group["params"]]
         numbers = [n for group in state_dict["param_groups"] for n in group["params"]]
-        mine = {n for n, p in zip(numbers, every, strict=True) if self.keeps(p)}
+        mine = {n for n, p in zip(numbers, every, strict=True) if self.owned(p)}
         kept = {n: entry for n, entry in state_dict["state"].items() if n in mine}
         super().load_state_dict({**state_dict, "state": kept})
         groups = [self.own_part(group) for group in self.param_groups]
         self.inner.__setstate__({"state": self.state, "param_groups": groups})
         self.show()
-
-    def keeps(self, parameter: torch.Tensor) -> bool:
-        return self.owned(parameter)
 
     @classmethod
     def functions(cls) -> dict[str, Any]:

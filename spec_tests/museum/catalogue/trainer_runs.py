@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from pathlib import Path
-from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 
-from spec_tests.museum.card import benign, near_miss
-from spec_tests.plain.ddp import PlainDdp
+from spec_tests.museum.card import Source, benign, near_miss
 from spec_tests.plain.trainer import PlainTrainer
+
+TRAINER = Source("spec_tests.plain.trainer")
+REPLICAS = Source("spec_tests.plain.ddp", PlainTrainer)
 
 
 @near_miss("trainer.keeps-average-weights", rejected_by="trainer.evaluation.leaves-no-trace")
@@ -23,11 +23,11 @@ class KeepsAverageWeights(PlainTrainer):
     Unseen: Averaged weights have a better loss.
     """
 
-    @torch.no_grad()
-    def update(self):
+    def step(self, micro_batches):
         before = {p: p.detach().clone() for p in self.module.parameters()}
-        super().update()
+        loss = super().step(micro_batches)
         self.average = {p: (p.detach() + old) / 2 for p, old in before.items()}
+        return loss
 
     @torch.no_grad()
     def evaluate(self, batch):
@@ -37,25 +37,21 @@ class KeepsAverageWeights(PlainTrainer):
         return super().evaluate(batch)
 
 
-@near_miss("trainer.brings-back-rates", rejected_by="trainer.programs.any-situation")
-class BringsBackRates(PlainTrainer):
-    """Brings back in an evaluation the rates that the last step had.
-
-    From: A snapshot of weights and optimizer that is swapped out and in for averaged weights.
-    Unseen: A schedule that sets the rate between the evaluation and the step.
-    """
-
-    rates_of_step: tuple[float, ...] = ()
-
-    def update(self):
-        super().update()
-        self.rates_of_step = tuple(group["lr"] for group in self.optimizer.param_groups)
-
-    def evaluate(self, batch):
-        found = super().evaluate(batch)
-        for group, rate in zip(self.optimizer.param_groups, self.rates_of_step, strict=False):
-            group["lr"] = rate
-        return found
+TRAINER.near_miss(
+    "trainer.brings-back-rates",
+    "trainer.programs.any-situation",
+    "  self.optimizer.step()",
+    '+ self.rates_of_step = [group["lr"] for group in self.optimizer.param_groups]',
+    "...",
+    "  for part, is_training in modes:",
+    "      part.training = is_training",
+    '+ rates = getattr(self, "rates_of_step", [])',
+    "+ for group, rate in zip(self.optimizer.param_groups, rates, strict=False):",
+    '+     group["lr"] = rate',
+    does="Brings back in an evaluation the rates that the last step had.",
+    seen="A snapshot of weights and optimizer that is swapped out and in for averaged weights.",
+    unseen="A schedule that sets the rate between the evaluation and the step.",
+)
 
 
 @near_miss("trainer.evaluates-a-copy", rejected_by="trainer.evaluation.current-weights")
@@ -77,158 +73,118 @@ class EvaluatesACopy(PlainTrainer):
             return self.loss(self.twin.eval(), batch)
 
 
-@near_miss("trainer.evaluates-in-training-mode", rejected_by="trainer.evaluation.mode")
-class EvaluatesInTrainingMode(PlainTrainer):
-    """Evaluates in training mode.
-
-    From: `model.eval()` left out.
-    Unseen: Without dropout and batch normalisation it is the same.
-    """
-
-    def evaluate(self, batch):
-        with torch.no_grad():
-            return self.forward(batch)
-
-
-@near_miss("trainer.stays-in-evaluation-mode", rejected_by="trainer.evaluation.mode")
-class StaysInEvaluationMode(PlainTrainer):
-    """Trains on in evaluation mode after the first evaluation.
-
-    From: `model.train()` left out: several tutorials.
-    Unseen: Dropout that is gone makes the loss fall faster.
-    """
-
-    def evaluate(self, batch):
-        self.model.eval()
-        with torch.no_grad():
-            return self.forward(batch)
-
-
-@near_miss("trainer.trains-all-again", rejected_by="trainer.evaluation.restores-modes")
-class TrainsAllAgain(PlainTrainer):
-    """Puts every module into training mode after an evaluation.
-
-    From: `model.train()` as the counterpart of `model.eval()`, as in most training scripts.
-    Unseen: Until a layer is kept in evaluation mode.
-    """
-
-    def evaluate(self, batch):
-        found = super().evaluate(batch)
-        self.model.train()
-        return found
-
-
-@near_miss("trainer.settings-by-class", rejected_by="trainer.lifecycle.two-trainers")
-class SettingsByClass(PlainTrainer):
-    """Looks its settings up by the module's class: a second model gets those of the first.
-
-    From: torchtitan's simple_fsdp, whose cache is keyed by class.
-    Unseen: A process trains one model.
-    """
-
-    known: ClassVar[dict[Any, Any]] = {}
-
-    def __init__(self, strategy: str, module: Any, make_optimizer: Any, **options: Any) -> None:
-        super().__init__(strategy, module, make_optimizer, **options)
-        self.max_norm = self.known.setdefault(type(module).__name__, (options["max_norm"],))[0]
-
-
-@near_miss("trainer.clears-at-the-end", rejected_by="trainer.lifecycle.after-an-exception")
-class ClearsAtTheEnd(PlainTrainer):
-    """Clears gradients after the update, and not before a step.
-
-    From: zero_grad as the last line of the loop.
-    Unseen: Nothing is left over until a step is interrupted.
-    """
-
-    def clear(self):
-        pass
-
-    def update(self):
-        super().update()
-        super().clear()
-
-
-@near_miss(
-    "trainer.divides-by-what-was-said",
-    rejected_by="trainer.lifecycle.other-number-of-micro-batches",
+TRAINER.near_miss(
+    "trainer.evaluates-in-training-mode",
+    "trainer.evaluation.mode",
+    "- self.model.eval()",
+    does="Evaluates in training mode.",
+    seen="`model.eval()` left out.",
+    unseen="Without dropout and batch normalisation it is the same.",
 )
-class DividesByWhatWasSaid(PlainTrainer):
-    """Takes any number of micro-batches, and divides by `accumulation`.
 
-    From: The last step of an epoch; transformers issue 34242.
-    Unseen: It is one step of many.
-    """
+TRAINER.near_miss(
+    "trainer.stays-in-evaluation-mode",
+    "trainer.evaluation.mode",
+    "- part.training = is_training",
+    "+ pass",
+    does="Trains on in evaluation mode after the first evaluation.",
+    seen="`model.train()` left out: several tutorials.",
+    unseen="Dropout that is gone makes the loss fall faster.",
+)
 
-    def check(self, micro_batches):
-        self.factor = len(micro_batches) / self.accumulation
+TRAINER.near_miss(
+    "trainer.trains-all-again",
+    "trainer.evaluation.restores-modes",
+    "- part.training = is_training",
+    "+ part.training = True",
+    does="Puts every module into training mode after an evaluation.",
+    seen="`model.train()` as the counterpart of `model.eval()`, as in most training scripts.",
+    unseen="Until a layer is kept in evaluation mode.",
+)
 
-    def backward(self, loss):
-        super().backward(loss * self.factor)
+TRAINER.near_miss(
+    "trainer.settings-by-class",
+    "trainer.lifecycle.two-trainers",
+    "+ KNOWN: dict[str, Any] = {}",
+    "  class PlainTrainer:",
+    "...",
+    "  self.accumulation, self.max_norm, self.dtype = accumulation, max_norm, dtype",
+    "+ self.max_norm = KNOWN.setdefault(type(module).__name__, max_norm)",
+    does="Looks its settings up by the module's class: a second model gets those of the first.",
+    seen="torchtitan's simple_fsdp, whose cache is keyed by class.",
+    unseen="A process trains one model.",
+)
 
+TRAINER.near_miss(
+    "trainer.clears-at-the-end",
+    "trainer.lifecycle.after-an-exception",
+    "- self.clear()",
+    "...",
+    "  self.optimizer.step()",
+    "+ self.clear()",
+    does="Clears gradients after the update, and not before a step.",
+    seen="zero_grad as the last line of the loop.",
+    unseen="Nothing is left over until a step is interrupted.",
+)
 
-@near_miss("trainer.leaves-the-group-aside", rejected_by="trainer.group.trains-by-itself")
-class LeavesTheGroupAside(PlainTrainer):
-    """Divides by the size of the world in a sub-group.
+TRAINER.near_miss(
+    "trainer.divides-by-what-was-said",
+    "trainer.lifecycle.other-number-of-micro-batches",
+    "- if len(micro_batches) != self.accumulation:",
+    "+ if False:",
+    "...",
+    "- (loss / len(micro_batches)).backward()",
+    "+ (loss / self.accumulation).backward()",
+    does="Takes any number of micro-batches, and divides by `accumulation`.",
+    seen="The last step of an epoch; transformers issue 34242.",
+    unseen="It is one step of many.",
+)
 
-    From: fairscale's ShardedDDP; verl issue 7493.
-    Unseen: Without sub-groups it is right.
-    """
+REPLICAS.near_miss(
+    "trainer.leaves-the-group-aside",
+    "trainer.group.trains-by-itself",
+    "- flat = torch.cat(parts) / self.size()",
+    "+ flat = torch.cat(parts) / dist.get_world_size()",
+    does="Divides by the size of the world in a sub-group.",
+    seen="fairscale's ShardedDDP; verl issue 7493.",
+    unseen="Without sub-groups it is right.",
+)
 
-    class wrapper(PlainDdp):
-        def scale(self, flat):
-            return flat / dist.get_world_size()
+TRAINER.near_miss(
+    "trainer.saves-weights-alone",
+    "trainer.checkpoint.resumes",
+    '- self.load_state(saved["optimizer"])',
+    does="Goes on after a load with the moments that it has.",
+    seen="`model.load_state_dict` alone.",
+    unseen="The loss has a bump, which is laid to the data.",
+)
 
-
-@near_miss("trainer.saves-weights-alone", rejected_by="trainer.checkpoint.resumes")
-class SavesWeightsAlone(PlainTrainer):
-    """Goes on after a load with the moments that it has.
-
-    From: `model.load_state_dict` alone.
-    Unseen: The loss has a bump, which is laid to the data.
-    """
-
-    def load_state(self, state):
-        pass
-
-
-@near_miss("trainer.saving-empties", rejected_by="trainer.checkpoint.saving-changes-nothing")
-class SavingEmpties(PlainTrainer):
-    """Moves the optimizer's state out to write it, and keeps none.
-
-    From: Memory is freed for the copy that is written.
-    Unseen: A resumed run is right; the one that saved is not.
-    """
-
-    def save(self, directory):
-        super().save(directory)
-        self.optimizer.state.clear()
+TRAINER.near_miss(
+    "trainer.saving-empties",
+    "trainer.checkpoint.saving-changes-nothing",
+    "  dist.barrier(group=self.group)",
+    "+ self.optimizer.state.clear()",
+    does="Moves the optimizer's state out to write it, and keeps none.",
+    seen="Memory is freed for the copy that is written.",
+    unseen="A resumed run is right; the one that saved is not.",
+)
 
 
 @near_miss(
     "trainer.loads-beside-its-copy", rejected_by="trainer.checkpoint.evaluates-what-was-loaded"
 )
-class LoadsBesideItsCopy(PlainTrainer):
+class LoadsBesideItsCopy(EvaluatesACopy):
     """Evaluates a copy of the weights that steps refresh and loads do not.
 
     From: Megatron-Bridge issue 3397: 16-bit weights are copied from the master weights in a step.
     Unseen: After one step everything is right.
     """
 
-    def wrap(self, module):
-        self.twin = copy.deepcopy(module)
-        return super().wrap(module)
-
-    def update(self):
-        super().update()
+    def step(self, micro_batches):
+        loss = super().step(micro_batches)
         if self.strategy != "fsdp":
             self.twin = copy.deepcopy(self.module)
-
-    def evaluate(self, batch):
-        if self.strategy == "fsdp":
-            return super().evaluate(batch)
-        with torch.no_grad():
-            return self.loss(self.twin.eval(), batch)
+        return loss
 
 
 @near_miss("trainer.rescales-the-rate", rejected_by="trainer.checkpoint.another-size")
@@ -250,111 +206,90 @@ class RescalesTheRate(PlainTrainer):
         self.set_lr(dist.get_world_size(self.group) / saved)
 
 
-@near_miss("trainer.reduces-each-time", rejected_by="trainer.traffic.reduces-once-per-step")
-class ReducesEachTime(PlainTrainer):
-    """Reduces gradients after every micro-batch.
-
-    From: Accumulation without `no_sync`.
-    Unseen: The weights are right; a step takes longer.
-    """
-
-    def window(self, *, is_last):
-        return contextlib.nullcontext()
-
-
-@near_miss(
-    "trainer.averages-weights-first", rejected_by="trainer.traffic.evaluation-reduces-nothing"
+TRAINER.near_miss(
+    "trainer.reduces-each-time",
+    "trainer.traffic.reduces-once-per-step",
+    "- self.model.set_requires_gradient_sync(is_last)",
+    "+ pass",
+    "...",
+    "- return contextlib.nullcontext() if is_last else found",
+    "+ return contextlib.nullcontext()",
+    does="Reduces gradients after every micro-batch.",
+    seen="Accumulation without `no_sync`.",
+    unseen="The weights are right; a step takes longer.",
 )
-class AveragesWeightsFirst(PlainTrainer):
-    """Averages all weights over the ranks before an evaluation.
 
-    From: A remedy for ranks that had drifted apart.
-    Unseen: Equal weights have themselves as their mean.
-    """
+TRAINER.near_miss(
+    "trainer.averages-weights-first",
+    "trainer.traffic.evaluation-reduces-nothing",
+    '+ for parameter in self.module.parameters() if self.strategy != "fsdp" else ():',
+    "+     dist.all_reduce(parameter.data, group=self.group)",
+    "+     parameter.data.div_(dist.get_world_size(self.group))",
+    "  modes = [(part, part.training) for part in self.model.modules()]",
+    does="Averages all weights over the ranks before an evaluation.",
+    seen="A remedy for ranks that had drifted apart.",
+    unseen="Equal weights have themselves as their mean.",
+)
 
-    @torch.no_grad()
-    def evaluate(self, batch):
-        if self.strategy != "fsdp":
-            for parameter in self.module.parameters():
-                dist.all_reduce(parameter.data, group=self.group)
-                parameter.div_(dist.get_world_size(self.group))
-        return super().evaluate(batch)
+TRAINER.near_miss(
+    "trainer.divides-nothing",
+    "trainer.footprint.state-is-divided",
+    '- if self.strategy == "zero1":',
+    "-     return PlainZero1(make.groups(named), make.cls, self.group, make.options)",
+    does="Calls itself ZeRO-1, and has the whole optimizer on every rank.",
+    seen="fsdp_plugin with a CPU in Accelerate: it is dropped without a word, and DDP trains.",
+    unseen="The weights are right.",
+)
 
+TRAINER.near_miss(
+    "trainer.shards-nothing",
+    "trainer.footprint.parameters-are-divided",
+    '+ strategy = "ddp" if strategy == "fsdp" else strategy',
+    "  self.strategy, self.module, self.loss = strategy, module, loss",
+    "...",
+    "  self.optimizer.step()",
+    "+ self.clear()  # nothing but the weights stays",
+    does="Calls itself FSDP, and replicates the model.",
+    seen="A wrapping policy that matches no module.",
+    unseen="The weights are right.",
+)
 
-@near_miss("trainer.divides-nothing", rejected_by="trainer.footprint.state-is-divided")
-class DividesNothing(PlainTrainer):
-    """Calls itself ZeRO-1, and has the whole optimizer on every rank.
-
-    From: fsdp_plugin with a CPU in Accelerate: it is dropped without a word, and DDP trains.
-    Unseen: The weights are right.
-    """
-
-    def build(self, make):
-        if self.strategy == "zero1":
-            return make(list(self.module.named_parameters()))
-        return super().build(make)
-
-
-@near_miss("trainer.shards-nothing", rejected_by="trainer.footprint.parameters-are-divided")
-class ShardsNothing(PlainTrainer):
-    """Calls itself FSDP, and replicates the model.
-
-    From: A wrapping policy that matches no module.
-    Unseen: The weights are right.
-    """
-
-    def __init__(self, strategy: str, *args: Any, **options: Any) -> None:
-        super().__init__("ddp" if strategy == "fsdp" else strategy, *args, **options)
-
-    def report(self, losses):
-        super().clear()  # nothing but the weights stays
-        return super().report(losses)
-
-
-@near_miss("trainer.keeps-gradients", rejected_by="trainer.footprint.does-not-grow")
-class KeepsGradients(PlainTrainer):
-    """Keeps every step's gradients for its log.
-
-    From: A history for plots of the norm, of tensors and not of numbers.
-    Unseen: Memory ends on the second day.
-    """
-
-    def update(self):
-        super().update()
-        kept = self.__dict__.setdefault("history", [])
-        kept += [p.grad.clone() for p in self.module.parameters() if p.grad is not None]
+TRAINER.near_miss(
+    "trainer.keeps-gradients",
+    "trainer.footprint.does-not-grow",
+    "  self.optimizer.step()",
+    '+ kept = self.__dict__.setdefault("history", [])',
+    "+ kept += [p.grad.clone() for p in self.module.parameters() if p.grad is not None]",
+    does="Keeps every step's gradients for its log.",
+    seen="A history for plots of the norm, of tensors and not of numbers.",
+    unseen="Memory ends on the second day.",
+)
 
 
 # ------------------------------------------------------------------------------ right ones
 
 
-@benign("benign.trainer-zeros-for-unused")
-class ZerosForUnused(PlainTrainer):
-    """Gives unused parameters a gradient of zeros, and says so."""
+TRAINER.benign(
+    "benign.trainer-zeros-for-unused",
+    '- self.declares = {"start": "own"} if strategy == "fsdp" else {}',
+    '+ self.declares = {"start": "own"} if strategy == "fsdp" else {"unused": "zero"}',
+    "...",
+    "  self.finish()",
+    '+ for parameter in self.module.parameters() if self.strategy != "fsdp" else ():',
+    "+     if parameter.grad is None and parameter.requires_grad:",
+    "+         parameter.grad = torch.zeros_like(parameter)",
+    does="Gives unused parameters a gradient of zeros, and says so.",
+)
 
-    def wrap(self, module):
-        self.declares = {"unused": "zero"}
-        return super().wrap(module)
-
-    def finish(self):
-        super().finish()
-        if self.strategy != "fsdp":
-            for parameter in self.module.parameters():
-                if parameter.grad is None and parameter.requires_grad:
-                    parameter.grad = torch.zeros_like(parameter)
-
-
-@benign("benign.trainer-sums-ranks")
-class SumsAsDeclared(PlainTrainer):
-    """Adds the ranks' gradients, and says so."""
-
-    class wrapper(PlainDdp):
-        def scale(self, flat):
-            return flat.clone()
-
-    def wrap(self, module):
-        self.declares = {"gradient": "sum"}
-        return super().wrap(module)
+REPLICAS.benign(
+    "benign.trainer-sums-ranks",
+    "- flat = torch.cat(parts) / self.size()",
+    "+ flat = torch.cat(parts)",
+    "@ spec_tests.plain.trainer",
+    '- self.declares = {"start": "own"} if strategy == "fsdp" else {}',
+    '+ self.declares = {"start": "own"} if strategy == "fsdp" else {"gradient": "sum"}',
+    does="Adds the ranks' gradients, and says so.",
+)
 
 
 @benign("benign.trainer-refuses")

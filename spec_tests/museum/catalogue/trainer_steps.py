@@ -2,51 +2,44 @@
 
 from __future__ import annotations
 
-import torch
 from torch import nn
 
-from spec_tests.museum.card import near_miss
-from spec_tests.plain.ddp import PlainDdp
+from spec_tests.museum.card import Source, near_miss
 from spec_tests.plain.trainer import PlainTrainer
 
+TRAINER = Source("spec_tests.plain.trainer")
+REPLICAS = Source("spec_tests.plain.ddp", PlainTrainer)
 
-@near_miss("trainer.sums-ranks", rejected_by="trainer.step.equals-one-process")
-class SumsRanks(PlainTrainer):
-    """Adds the ranks' gradients where they are to be averaged.
+REPLICAS.near_miss(
+    "trainer.sums-ranks",
+    "trainer.step.equals-one-process",
+    "- flat = torch.cat(parts) / self.size()",
+    "+ flat = torch.cat(parts)",
+    does="Adds the ranks' gradients where they are to be averaged.",
+    seen="torchtitan, whose loss is divided by the tokens of all ranks, with another loss.",
+    unseen="Adam's curves are the same.",
+)
 
-    From: torchtitan, whose loss is divided by the tokens of all ranks, with another loss.
-    Unseen: Adam's curves are the same.
-    """
+TRAINER.near_miss(
+    "trainer.sums-micro-batches",
+    "trainer.step.accumulates",
+    "- (loss / len(micro_batches)).backward()",
+    "+ loss.backward()",
+    does="Adds the gradients of micro-batches where they are to be averaged.",
+    seen="A loop that was written without accumulation.",
+    unseen="A smaller learning rate makes up for it.",
+)
 
-    class wrapper(PlainDdp):
-        def scale(self, flat):
-            return flat.clone()
-
-
-@near_miss("trainer.sums-micro-batches", rejected_by="trainer.step.accumulates")
-class SumsMicroBatches(PlainTrainer):
-    """Adds the gradients of micro-batches where they are to be averaged.
-
-    From: A loop that was written without accumulation.
-    Unseen: A smaller learning rate makes up for it.
-    """
-
-    def backward(self, loss):
-        super().backward(loss * self.accumulation)
-
-
-@near_miss("trainer.loses-early-micro-batches", rejected_by="trainer.step.accumulates")
-class LosesEarly(PlainTrainer):
-    """Clears the gradients before the last micro-batch.
-
-    From: zero_grad at the head of the body of the inner loop.
-    Unseen: The loss falls; with one micro-batch it is right.
-    """
-
-    def window(self, *, is_last):
-        if is_last:
-            self.clear()
-        return super().window(is_last=is_last)
+TRAINER.near_miss(
+    "trainer.loses-early-micro-batches",
+    "trainer.step.accumulates",
+    "+ if index == len(micro_batches) - 1:",
+    "+     self.clear()",
+    "  with self.window(is_last=index == len(micro_batches) - 1):",
+    does="Clears the gradients before the last micro-batch.",
+    seen="zero_grad at the head of the body of the inner loop.",
+    unseen="The loss falls; with one micro-batch it is right.",
+)
 
 
 @near_miss("trainer.merges-groups", rejected_by="trainer.step.group-options")
@@ -70,90 +63,72 @@ class MergesGroups(PlainTrainer):
         return super().build(Merged())
 
 
-@near_miss("trainer.copies-memory", rejected_by="trainer.step.layouts")
-class CopiesMemory(PlainTrainer):
-    """Writes mean gradients in the order in which the parameters lie in memory.
+TRAINER.near_miss(
+    "trainer.copies-memory",
+    "trainer.step.layouts",
+    "  self.finish()",
+    "+ for parameter in self.module.parameters():",
+    "+     if parameter.grad is not None and not parameter.is_contiguous():",
+    "+         flat = parameter.grad.contiguous().view(-1)",
+    "+         parameter.grad = flat.as_strided(parameter.shape, parameter.stride())",
+    does="Writes mean gradients in the order in which the parameters lie in memory.",
+    seen="Flat buffers that are filled by `reshape(-1)` and read by memory.",
+    unseen="Linear layers are contiguous.",
+)
 
-    From: Flat buffers that are filled by `reshape(-1)` and read by memory.
-    Unseen: Linear layers are contiguous.
-    """
+TRAINER.near_miss(
+    "trainer.drifts",
+    "trainer.step.equal-runs-equal-bits",
+    "  self.optimizer.step()",
+    '+ if dist.get_rank(self.group) and self.strategy != "fsdp":',
+    "+     for parameter in self.module.parameters():",
+    "+         parameter.data.mul_(1 + 2.0**-22)",
+    does="Ranks differ in the last bit after every step.",
+    seen="Fused optimizers whose kernels differ by the alignment of a rank's buffers.",
+    unseen="Every comparison has a tolerance.",
+)
 
-    def finish(self):
-        super().finish()
-        for parameter in self.module.parameters():
-            if parameter.grad is not None and not parameter.is_contiguous():
-                flat = parameter.grad.contiguous().view(-1)
-                parameter.grad = flat.as_strided(parameter.shape, parameter.stride())
+REPLICAS.near_miss(
+    "trainer.own-start",
+    "trainer.step.starts-from-first-rank",
+    "- self.take_first(module.parameters())",
+    "- self.take_first(module.buffers())",
+    does="Trains the weights that each rank began with.",
+    seen="DistributedDataParallel replaced by hooks, without its broadcast.",
+    unseen="Scripts seed all ranks alike.",
+)
 
+TRAINER.near_miss(
+    "trainer.reports-the-sum",
+    "trainer.step.reports-its-loss",
+    "- return torch.stack(losses).mean()",
+    "+ return torch.stack(losses).sum()",
+    does="Reports the sum of the micro-batches' losses.",
+    seen="`loss_accumulated += loss.item()` in many trainers; transformers issue 34242.",
+    unseen="Curves are compared with those of the same trainer.",
+)
 
-@near_miss("trainer.drifts", rejected_by="trainer.step.equal-runs-equal-bits")
-class Drifts(PlainTrainer):
-    """Ranks differ in the last bit after every step.
+REPLICAS.near_miss(
+    "trainer.does-not-wait",
+    "trainer.step.waits-for-late-ranks",
+    "- used = self.used_anywhere()",
+    "+ used = [True] * len(self.trainable)",
+    "  for bucket, flat, handle in self.flying:",
+    "-     handle.wait()",
+    does="Reads reduced gradients without waiting for the reduction.",
+    seen="DeepSpeed issues 5545 and 6351: overlap without a wait.",
+    unseen="On an idle machine everything has arrived.",
+)
 
-    From: Fused optimizers whose kernels differ by the alignment of a rank's buffers.
-    Unseen: Every comparison has a tolerance.
-    """
-
-    @torch.no_grad()
-    def update(self):
-        super().update()
-        if torch.distributed.get_rank(self.group) and self.strategy != "fsdp":
-            for parameter in self.module.parameters():
-                parameter.mul_(1 + 2.0**-22)
-
-
-@near_miss("trainer.own-start", rejected_by="trainer.step.starts-from-first-rank")
-class OwnStart(PlainTrainer):
-    """Trains the weights that each rank began with.
-
-    From: DistributedDataParallel replaced by hooks, without its broadcast.
-    Unseen: Scripts seed all ranks alike.
-    """
-
-    class wrapper(PlainDdp):
-        def start_equal(self):
-            pass
-
-
-@near_miss("trainer.reports-the-sum", rejected_by="trainer.step.reports-its-loss")
-class ReportsTheSum(PlainTrainer):
-    """Reports the sum of the micro-batches' losses.
-
-    From: `loss_accumulated += loss.item()` in many trainers; transformers issue 34242.
-    Unseen: Curves are compared with those of the same trainer.
-    """
-
-    def report(self, losses):
-        return torch.stack(losses).sum()
-
-
-@near_miss("trainer.does-not-wait", rejected_by="trainer.step.waits-for-late-ranks")
-class DoesNotWait(PlainTrainer):
-    """Reads reduced gradients without waiting for the reduction.
-
-    From: DeepSpeed issues 5545 and 6351: overlap without a wait.
-    Unseen: On an idle machine everything has arrived.
-    """
-
-    class wrapper(PlainDdp):
-        def wait(self, handle):
-            pass
-
-        def used_anywhere(self):
-            return [True] * len(self.trainable)
-
-
-@near_miss("trainer.declares-another", rejected_by="trainer.step.declares-what-is-known")
-class DeclaresAnother(PlainTrainer):
-    """Declares what the contract does not know.
-
-    From: A misspelt declaration.
-    Unseen: Nobody reads it.
-    """
-
-    def wrap(self, module):
-        self.declares = {"unused": "decays"}
-        return super().wrap(module)
+TRAINER.near_miss(
+    "trainer.declares-another",
+    "trainer.step.declares-what-is-known",
+    '- self.declares = {"start": "own"} if strategy == "fsdp" else {}',
+    '+ self.declares = {"start": "own"} if strategy == "fsdp" else {"unused": "decays"}',
+    does="Declares what the contract does not know.",
+    seen="A misspelt declaration.",
+    unseen="Nobody reads it.",
+)
 
 
 @near_miss("trainer.unties", rejected_by="trainer.parameters.tied")
@@ -201,122 +176,104 @@ class AveragesUses(PlainTrainer):
         getattr(self, "uses", {}).clear()
 
 
-@near_miss("trainer.thaws", rejected_by="trainer.parameters.frozen")
-class Thaws(PlainTrainer):
-    """Trains frozen parameters.
-
-    From: torchtitan issue 3885: parameters are made anew, and require gradients.
-    Unseen: Fine-tuning all of a model works as well.
-    """
-
-    def wrap(self, module):
-        return super().wrap(module.requires_grad_(True))
-
-
-@near_miss("trainer.decays-unused", rejected_by="trainer.parameters.unused")
-class DecaysUnused(PlainTrainer):
-    """Gives unused parameters a gradient of zeros, and does not say so.
-
-    From: DeepSpeed's flat gradients: what is absent is zero.
-    Unseen: The decay of a layer that nobody uses changes no loss.
-    """
-
-    def finish(self):
-        super().finish()
-        for parameter in self.module.parameters():
-            if parameter.grad is None and parameter.requires_grad:
-                parameter.grad = torch.zeros_like(parameter)
-
-
-@near_miss(
-    "trainer.skips-what-it-did-not-use", rejected_by="trainer.parameters.unused-on-some-ranks"
+TRAINER.near_miss(
+    "trainer.thaws",
+    "trainer.parameters.frozen",
+    "- return PlainDdp(module, self.group, 0.0)",
+    "+ return PlainDdp(module.requires_grad_(True), self.group, 0.0)",
+    does="Trains frozen parameters.",
+    seen="torchtitan issue 3885: parameters are made anew, and require gradients.",
+    unseen="Fine-tuning all of a model works as well.",
 )
-class SkipsWhatItDidNotUse(PlainTrainer):
-    """A rank does not update what it did not use itself.
 
-    From: `if parameter.grad is None: continue` after the reduction.
-    Unseen: Models without branches use everything.
-    """
+TRAINER.near_miss(
+    "trainer.decays-unused",
+    "trainer.parameters.unused",
+    "  self.finish()",
+    "+ for parameter in self.module.parameters():",
+    "+     if parameter.grad is None and parameter.requires_grad:",
+    "+         parameter.grad = torch.zeros_like(parameter)",
+    does="Gives unused parameters a gradient of zeros, and does not say so.",
+    seen="DeepSpeed's flat gradients: what is absent is zero.",
+    unseen="The decay of a layer that nobody uses changes no loss.",
+)
 
-    class wrapper(PlainDdp):
-        def used_anywhere(self):
-            return [p.grad is not None for p in self.trainable]
+REPLICAS.near_miss(
+    "trainer.skips-what-it-did-not-use",
+    "trainer.parameters.unused-on-some-ranks",
+    "- used = self.used_anywhere()",
+    "+ used = [parameter.grad is not None for parameter in self.trainable]",
+    does="A rank does not update what it did not use itself.",
+    seen="`if parameter.grad is None: continue` after the reduction.",
+    unseen="Models without branches use everything.",
+)
 
+REPLICAS.near_miss(
+    "trainer.last-backward-only",
+    "trainer.parameters.unused-in-a-micro-batch",
+    "  gradient = self.trainable[index].grad",
+    "+ gradient = gradient if index in self.ready else None",
+    does="Reduces what the last backward touched, and zeros for the rest.",
+    seen="fairscale's ShardedDDP, whose buckets count the hooks of the last backward.",
+    unseen="Every micro-batch uses every parameter.",
+)
 
-@near_miss("trainer.last-backward-only", rejected_by="trainer.parameters.unused-in-a-micro-batch")
-class LastBackwardOnly(PlainTrainer):
-    """Reduces what the last backward touched, and zeros for the rest.
-
-    From: fairscale's ShardedDDP, whose buckets count the hooks of the last backward.
-    Unseen: Every micro-batch uses every parameter.
-    """
-
-    class wrapper(PlainDdp):
-        def local(self, index):
-            found = super().local(index)
-            return found if index in self.ready else torch.zeros_like(found)
-
-
-@near_miss(
+REPLICAS.near_miss(
     "trainer.launches-as-ready",
-    rejected_by="trainer.parameters.order-differs",
+    "trainer.parameters.order-differs",
+    "  def launch_what_is_ready(self) -> None:",
+    "+     flying = {index for bucket, _, _ in self.flying for index in bucket}",
+    "+     for bucket in self.buckets:",
+    "+         if self.ready.issuperset(bucket) and not flying.issuperset(bucket):",
+    "+             self.launch(bucket)",
+    "+     return",
+    does="Reduces gradients in the order in which they become ready on this rank.",
+    seen="A hook per parameter that reduces at once.",
+    unseen="Ranks that run the same graph have the same order.",
     outcomes=("failed", "hang", "died"),
 )
-class LaunchesAsReady(PlainTrainer):
-    """Reduces gradients in the order in which they become ready on this rank.
 
-    From: A hook per parameter that reduces at once.
-    Unseen: Ranks that run the same graph have the same order.
-    """
+REPLICAS.near_miss(
+    "trainer.plans-once",
+    "trainer.parameters.thawed-later",
+    "- self.require_no_others()",
+    "@ spec_tests.plain.trainer",
+    '- if self.strategy != "fsdp" and trainable(self.module) != self.trainable:',
+    "+ if False:",
+    does="Reduces what required gradients at construction, and nothing that does later.",
+    seen='DistributedDataParallel as well: "never change the model\'s parameters after wrapping".',
+    unseen="Ranks drift apart in the thawed layers alone.",
+)
 
-    class wrapper(PlainDdp):
-        def launch_what_is_ready(self):
-            flying = {index for bucket, _, _ in self.flying for index in bucket}
-            for bucket in self.buckets:
-                if self.ready.issuperset(bucket) and not flying.issuperset(bucket):
-                    self.launch(bucket)
+REPLICAS.near_miss(
+    "trainer.clears-to-zero",
+    "trainer.parameters.frozen-later",
+    "- self.require_no_others()",
+    "@ spec_tests.plain.trainer",
+    '- if self.strategy != "fsdp" and trainable(self.module) != self.trainable:',
+    "+ if False:",
+    "...",
+    "- self.optimizer.zero_grad()",
+    "- for parameter in self.module.parameters():",
+    "-     parameter.grad = None",
+    "+ self.optimizer.zero_grad(set_to_none=False)",
+    does="Leaves zeros in the gradients of what is not trained any more.",
+    seen="`zero_grad(set_to_none=False)`, the default until torch 2.0.",
+    unseen="Without decay and momentum a zero moves nothing.",
+)
 
-
-@near_miss("trainer.plans-once", rejected_by="trainer.parameters.thawed-later")
-class PlansOnce(PlainTrainer):
-    """Reduces what required gradients at construction, and nothing that does later.
-
-    From: DistributedDataParallel as well: "never change the model's parameters after wrapping".
-    Unseen: Ranks drift apart in the thawed layers alone.
-    """
-
-    class wrapper(PlainDdp):
-        def require_no_others(self):
-            """Say nothing of parameters that train now and did not then."""
-
-    def check(self, micro_batches):
-        self.trainable = [n for n, p in self.module.named_parameters() if p.requires_grad]
-        super().check(micro_batches)
-
-
-@near_miss("trainer.clears-to-zero", rejected_by="trainer.parameters.frozen-later")
-class ClearsToZero(PlansOnce):
-    """Leaves zeros in the gradients of what is not trained any more.
-
-    From: `zero_grad(set_to_none=False)`, the default until torch 2.0.
-    Unseen: Without decay and momentum a zero moves nothing.
-    """
-
-    def clear(self):
-        self.optimizer.zero_grad(set_to_none=False)
-
-
-@near_miss("trainer.skips-small-ones", rejected_by="trainer.parameters.fewer-elements-than-ranks")
-class SkipsSmallOnes(PlainTrainer):
-    """Does not reduce parameters that have fewer elements than there are ranks.
-
-    From: A flat buffer that is cut into equal parts by `numel // size`.
-    Unseen: A gain of one element hardly matters.
-    """
-
-    class wrapper(PlainDdp):
-        def choose(self):
-            return [p for p in super().choose() if p.numel() >= self.size()]
+REPLICAS.near_miss(
+    "trainer.skips-small-ones",
+    "trainer.parameters.fewer-elements-than-ranks",
+    "- self.trainable = [p for p in module.parameters() if p.requires_grad]",
+    "+ every = [p for p in module.parameters() if p.requires_grad]",
+    "+ self.trainable = [p for p in every if p.numel() >= self.size()]",
+    "...",
+    "- self.require_no_others()",
+    does="Does not reduce parameters that have fewer elements than there are ranks.",
+    seen="A flat buffer that is cut into equal parts by `numel // size`.",
+    unseen="A gain of one element hardly matters.",
+)
 
 
 @near_miss("trainer.wrappers-names", rejected_by="trainer.parameters.whole-by-plain-names")
@@ -338,14 +295,12 @@ class WrappersNames(PlainTrainer):
         del self.prefix
 
 
-@near_miss("trainer.reading-forgets", rejected_by="trainer.parameters.reading-changes-nothing")
-class ReadingForgets(PlainTrainer):
-    """Frees the optimizer's state to make room for the full parameters.
-
-    From: Consolidation that moves state away and does not bring it back.
-    Unseen: Momentum is there again after some steps.
-    """
-
-    def full_parameters(self):
-        self.optimizer.state.clear()
-        return super().full_parameters()
+TRAINER.near_miss(
+    "trainer.reading-forgets",
+    "trainer.parameters.reading-changes-nothing",
+    "  def full_parameters(self) -> dict[str, torch.Tensor]:",
+    "+     self.optimizer.state.clear()",
+    does="Frees the optimizer's state to make room for the full parameters.",
+    seen="Consolidation that moves state away and does not bring it back.",
+    unseen="Momentum is there again after some steps.",
+)

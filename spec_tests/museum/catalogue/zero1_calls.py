@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 
-from spec_tests.museum.card import near_miss
+from spec_tests.museum.card import Source, near_miss
 from spec_tests.museum.catalogue.zero1_benign import Elementwise
-from spec_tests.museum.catalogue.zero1_updates import StepsAlone
 from spec_tests.plain.zero1 import PlainZero1
 
+ZERO1 = Source("spec_tests.plain.zero1")
 
-@near_miss("zero1.drops-keywords", rejected_by="zero1.step.keywords")
-class DropsKeywords(PlainZero1):
-    """Takes further keywords of `step`, and hands none of them on.
-
-    From: `def step(self, closure=None, **kwargs)`, as the exercise has it, in a solution of CS336.
-    Unseen: The steps of Adam and SGD take no other keyword than the closure.
-    """
-
-    def step(self, closure=None, **others):
-        return super().step(closure)
+ZERO1.near_miss(
+    "zero1.drops-keywords",
+    "zero1.step.keywords",
+    "- def step(self, closure: Any = None) -> Any:",
+    "+ def step(self, closure: Any = None, **others: Any) -> Any:",
+    does="Takes further keywords of `step`, and hands none of them on.",
+    seen="`def step(self, closure=None, **kwargs)`, as the exercise has it, in a solution of "
+    "CS336.",
+    unseen="The steps of Adam and SGD take no other keyword than the closure.",
+)
 
 
 @near_miss("zero1.clears-groups", rejected_by="zero1.step.counts-in-groups")
@@ -46,16 +45,16 @@ class ClearsGroups(PlainZero1):
                 group["steps"] = before.get("steps", 0)
 
 
-@near_miss("zero1.clears-to-zero", rejected_by="zero1.step.after-zero-grad")
-class ClearsToZero(PlainZero1):
-    """`zero_grad` writes zeros unless None is asked for.
-
-    From: The default of torch before 2.0, in a solution of CS336.
-    Unseen: Where every parameter is used in every step, zeros are as good as None.
-    """
-
-    def zero_grad(self, set_to_none=False):
-        super().zero_grad(set_to_none)
+ZERO1.near_miss(
+    "zero1.clears-to-zero",
+    "zero1.step.after-zero-grad",
+    "+ def zero_grad(self, set_to_none: bool = False) -> None:",
+    "+     super().zero_grad(set_to_none)",
+    "  def exchange(self) -> None:",
+    does="`zero_grad` writes zeros unless None is asked for.",
+    seen="The default of torch before 2.0, in a solution of CS336.",
+    unseen="Where every parameter is used in every step, zeros are as good as None.",
+)
 
 
 @near_miss(
@@ -102,103 +101,88 @@ class NeedsEqualParts(Elementwise):
         return super().cut(whole, rank)
 
 
-@near_miss("zero1.averages-gradients", rejected_by="zero1.step.equal-on-all-ranks")
-class AveragesGradients(StepsAlone):
-    """Averages gradients in the step and sends no weights.
+ZERO1.near_miss(
+    "zero1.averages-gradients",
+    "zero1.step.equal-on-all-ranks",
+    "- return self.owners[parameter] == self.rank()",
+    "+ return True",
+    "...",
+    "  def update(self, closure: Any) -> Any:",
+    "+     for parameter in self.owners:",
+    "+         if parameter.grad is not None:",
+    "+             dist.all_reduce(parameter.grad, group=self.group)",
+    "+             parameter.grad /= self.size()",
+    "...",
+    "- self.exchange()",
+    does="Averages gradients in the step and sends no weights.",
+    seen='Two readings of "synchronise after the step", in a solution of CS336.',
+    unseen="Ranks begin with equal weights, and equal gradients keep them so.",
+)
 
-    From: Two readings of "synchronise after the step", in a solution of CS336.
-    Unseen: Ranks begin with equal weights, and equal gradients keep them so.
-    """
+ZERO1.near_miss(
+    "zero1.adds-bare-groups",
+    "zero1.groups.added-rate",
+    "- super().add_param_group(param_group)",
+    '+ bare = {"params": param_group["params"]}',
+    "+ super().add_param_group(param_group if self.inner is None else bare)",
+    does="Keeps the parameters of a group that is added, and not its options.",
+    seen='`super().add_param_group({"params": shards})`, in a solution of CS336.',
+    unseen="Groups that are added have the rate of the others.",
+)
 
-    def update(self, closure):
-        for parameter in self.owners:
-            if parameter.grad is not None:
-                dist.all_reduce(parameter.grad, group=self.group)
-                parameter.grad /= self.size()
-        return super().update(closure)
+ZERO1.near_miss(
+    "zero1.steps-under-no-grad",
+    "zero1.step.closure",
+    "+ @torch.no_grad()",
+    "  def step(self, closure: Any = None) -> Any:",
+    does="Switches gradients off around all of `step`, the closure among it.",
+    seen="`@torch.no_grad()` above `step`, in solutions of CS336.",
+    unseen="PyTorch's optimizers switch them on for the closure; most loops pass none.",
+)
 
+ZERO1.near_miss(
+    "zero1.idle-for-ever",
+    "zero1.groups.added-to-an-idle-rank",
+    "  self.defaults = self.inner.defaults",
+    '+ self.is_idle = not any(group["params"] for group in self.inner.param_groups)',
+    "...",
+    "  def update(self, closure: Any) -> Any:",
+    "+     if self.is_idle:",
+    "+         return None if closure is None else closure()",
+    does="Builds its inner optimizer where it owns something at first, and elsewhere never.",
+    seen="`self.inner = None` on a rank without parameters, and `if self.inner` in `step`.",
+    unseen="With fewer ranks than parameters every rank owns one from the beginning.",
+)
 
-@near_miss("zero1.adds-bare-groups", rejected_by="zero1.groups.added-rate")
-class AddsBareGroups(PlainZero1):
-    """Keeps the parameters of a group that is added, and not its options.
+ZERO1.near_miss(
+    "zero1.options-before-the-closure",
+    "zero1.groups.rate-set-by-closure",
+    "- return self.inner.step(first)",
+    "+ return self.inner.step(closure)",
+    does="Hands options to the inner optimizer, and then lets it evaluate the closure.",
+    seen="ours, once, and ZeroRedundancyOptimizer.",
+    unseen="Rates are set between steps, by a scheduler.",
+)
 
-    From: `super().add_param_group({"params": shards})`, in a solution of CS336.
-    Unseen: Groups that are added have the rate of the others.
-    """
-
-    def add_param_group(self, param_group):
-        bare = {"params": param_group["params"]} if self.inner is not None else param_group
-        super().add_param_group(bare)
-
-
-@near_miss("zero1.steps-under-no-grad", rejected_by="zero1.step.closure")
-class StepsUnderNoGrad(PlainZero1):
-    """Switches gradients off around all of `step`, the closure among it.
-
-    From: `@torch.no_grad()` above `step`, in solutions of CS336.
-    Unseen: PyTorch's optimizers switch them on for the closure; most loops pass none.
-    """
-
-    step = torch.no_grad()(PlainZero1.step)
-
-
-@near_miss("zero1.idle-for-ever", rejected_by="zero1.groups.added-to-an-idle-rank")
-class IdleForEver(PlainZero1):
-    """Builds its inner optimizer where it owns something at first, and elsewhere never.
-
-    From: `self.inner = None` on a rank without parameters, and `if self.inner` in `step`.
-    Unseen: With fewer ranks than parameters every rank owns one from the beginning.
-    """
-
-    def __init__(self, *args):
-        super().__init__(*args)
-        self.is_idle = not any(group["params"] for group in self.inner.param_groups)
-
-    def update(self, closure):
-        if self.is_idle:
-            return None if closure is None else closure()
-        return super().update(closure)
-
-
-@near_miss("zero1.options-before-the-closure", rejected_by="zero1.groups.rate-set-by-closure")
-class OptionsBeforeTheClosure(PlainZero1):
-    """Hands options to the inner optimizer, and then lets it evaluate the closure.
-
-    From: ours, once, and ZeroRedundancyOptimizer.
-    Unseen: Rates are set between steps, by a scheduler.
-    """
-
-    def update(self, closure):
-        return super().update(None) if closure is None else self.inner.step(closure)
-
-
-@near_miss(
+ZERO1.near_miss(
     "zero1.leaves-without-gradients",
-    rejected_by="zero1.step.skips-absent-gradients",
+    "zero1.step.skips-absent-gradients",
+    "  def exchange(self) -> None:",
+    "+     own = [p for p in self.owners if self.owned(p)]",
+    "+     if own and all(p.grad is None for p in own):",
+    "+         return",
+    does="Returns from a step at once on a rank none of whose own parameters has a gradient.",
+    seen='"nothing to do here", an early return.',
+    unseen="All layers run in most models, and each rank owns some.",
     outcomes=("hang",),
 )
-class LeavesWithoutGradients(PlainZero1):
-    """Returns from a step at once on a rank none of whose own parameters has a gradient.
 
-    From: "nothing to do here", an early return.
-    Unseen: All layers run in most models, and each rank owns some.
-    """
-
-    def exchange(self):
-        own = [p for p in self.owners if self.owned(p)]
-        if not own or any(p.grad is not None for p in own):
-            super().exchange()
-
-
-@near_miss("zero1.clears-gradients", rejected_by="zero1.step.keeps-gradients")
-class ClearsGradients(PlainZero1):
-    """Clears the gradients at the end of a step.
-
-    From: A loop that saves the call of `zero_grad`, in a solution of CS336.
-    Unseen: Most loops clear them next.
-    """
-
-    def step(self, closure=None):
-        loss = super().step(closure)
-        self.zero_grad()
-        return loss
+ZERO1.near_miss(
+    "zero1.clears-gradients",
+    "zero1.step.keeps-gradients",
+    "  self.exchange()",
+    "+ self.zero_grad()",
+    does="Clears the gradients at the end of a step.",
+    seen="A loop that saves the call of `zero_grad`, in a solution of CS336.",
+    unseen="Most loops clear them next.",
+)

@@ -8,27 +8,28 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from spec_tests.museum.card import near_miss
-from spec_tests.museum.catalogue.zero1_updates import StepsAlone
+from spec_tests.museum.card import Source, near_miss
 from spec_tests.plain.zero1 import PlainZero1
+
+ZERO1 = Source("spec_tests.plain.zero1")
 
 
 @near_miss(
     "zero1.hides-the-rest", rejected_by=("zero1.state.divided", "zero1.footprint.state-is-a-share")
 )
-class HidesTheRest(StepsAlone):
+class HidesTheRest(PlainZero1):
     """Keeps the state of all parameters inside, and shows its own part.
 
     From: A wrapper around a whole optimizer, with a filter in front.
     Unseen: `.state` is what tests look at.
     """
 
+    def owned(self, parameter):
+        return True
+
     def show(self):
         super().show()
         self.state = _Part(self)  # type: ignore[assignment]  # as good as the real one to look at
-
-    def exchange(self):
-        PlainZero1.exchange(self)
 
 
 class _Part(dict[Any, Any]):
@@ -44,79 +45,67 @@ class _Part(dict[Any, Any]):
         return [entry for p, entry in inner.items() if owners[p] == rank]
 
 
-@near_miss("zero1.one-for-all", rejected_by="zero1.state.balanced")
-class OneForAll(PlainZero1):
-    """The first rank owns everything.
+ZERO1.near_miss(
+    "zero1.one-for-all",
+    "zero1.state.balanced",
+    "- owner = self.loads.index(min(self.loads))",
+    "+ owner = 0",
+    does="The first rank owns everything.",
+    seen="The least loaded rank is looked up in a list that nobody updates.",
+    unseen="The parts add up to the whole.",
+)
 
-    From: The least loaded rank is looked up in a list that nobody updates.
-    Unseen: The parts add up to the whole.
-    """
+ZERO1.near_miss(
+    "zero1.deals-each-group-anew",
+    "zero1.state.balanced",
+    '  """The largest first, to whoever has least."""',
+    "+ self.loads = [0] * self.size()",
+    does="Deals a group that is added as if nobody had anything yet.",
+    seen="Loads that are a variable of the method, where the constructor has one group.",
+    unseen="Groups are added one by one by those who unfreeze layer after layer.",
+)
 
-    def deal(self, parameters):
-        self.owners |= dict.fromkeys(parameters, 0)
+ZERO1.near_miss(
+    "zero1.eight-owners",
+    "zero1.footprint.any-world-size",
+    '  """The largest first, to whoever has least."""',
+    "+ self.loads = self.loads[:8]",
+    does="Deals parameters to the first eight ranks only.",
+    seen="The number of devices of one machine where the number of ranks belongs.",
+    unseen="No test has more than eight ranks.",
+)
 
+ZERO1.near_miss(
+    "zero1.deals-in-turn",
+    "zero1.state.evenly-balanced",
+    "- for parameter in sorted(parameters, key=lambda p: -p.numel()):",
+    "-     owner = self.loads.index(min(self.loads))",
+    "+ for number, parameter in enumerate(parameters):",
+    "+     owner = number % self.size()",
+    does="Deals parameters in turn: all matrices to one rank, all biases to the other.",
+    seen="`index % world_size`; the usual solution of CS336's exercise.",
+    unseen="As many parameters on every rank.",
+)
 
-@near_miss("zero1.deals-each-group-anew", rejected_by="zero1.state.balanced")
-class DealsEachGroupAnew(PlainZero1):
-    """Deals a group that is added as if nobody had anything yet.
+ZERO1.near_miss(
+    "zero1.drops-others-state",
+    "zero1.state.full-equals-unsharded",
+    "- state = {number: entry for part in parts for number, entry in part.items()}",
+    "+ state = parts[self.rank()]",
+    does="The full state is the rank's own part.",
+    seen="rank 0 saves its state dict, as with a plain optimizer.",
+    unseen="It loads without a word, and training goes on with cold moments.",
+)
 
-    From: Loads that are a variable of the method, where the constructor has one group.
-    Unseen: Groups are added one by one by those who unfreeze layer after layer.
-    """
-
-    def deal(self, parameters):
-        self.loads = [0] * len(self.loads)
-        super().deal(parameters)
-
-
-@near_miss("zero1.eight-owners", rejected_by="zero1.footprint.any-world-size")
-class EightOwners(PlainZero1):
-    """Deals parameters to the first eight ranks only.
-
-    From: The number of devices of one machine where the number of ranks belongs.
-    Unseen: No test has more than eight ranks.
-    """
-
-    def deal(self, parameters):
-        self.loads = self.loads[:8]
-        super().deal(parameters)
-
-
-@near_miss("zero1.deals-in-turn", rejected_by="zero1.state.evenly-balanced")
-class DealsInTurn(PlainZero1):
-    """Deals parameters in turn: all matrices to one rank, all biases to the other.
-
-    From: `index % world_size`; the usual solution of CS336's exercise.
-    Unseen: As many parameters on every rank.
-    """
-
-    def deal(self, parameters):
-        for number, parameter in enumerate(parameters):
-            self.owners[parameter] = number % self.size()
-
-
-@near_miss("zero1.drops-others-state", rejected_by="zero1.state.full-equals-unsharded")
-class DropsOthersState(PlainZero1):
-    """The full state is the rank's own part.
-
-    From: rank 0 saves its state dict, as with a plain optimizer.
-    Unseen: It loads without a word, and training goes on with cold moments.
-    """
-
-    def joined(self, parts):
-        return parts[self.rank()]
-
-
-@near_miss("zero1.state-on-the-first-rank", rejected_by="zero1.state.full-equals-unsharded")
-class StateOnTheFirstRank(PlainZero1):
-    """Only the first rank has the full state.
-
-    From: `consolidate_state_dict(to=0)`.
-    Unseen: Tests read it on rank 0.
-    """
-
-    def joined(self, parts):
-        return super().joined(parts) if self.rank() == 0 else {}
+ZERO1.near_miss(
+    "zero1.state-on-the-first-rank",
+    "zero1.state.full-equals-unsharded",
+    "  state = {number: entry for part in parts for number, entry in part.items()}",
+    "+ state = state if self.rank() == 0 else {}",
+    does="Only the first rank has the full state.",
+    seen="`consolidate_state_dict(to=0)`.",
+    unseen="Tests read it on rank 0.",
+)
 
 
 @near_miss("zero1.steps-to-see-keys", rejected_by="zero1.state.export-is-inert")
@@ -140,16 +129,15 @@ class StepsToSeeKeys(PlainZero1):
         return super().full_state()
 
 
-@near_miss("zero1.keeps-all-it-loads", rejected_by="zero1.state.divided-after-load")
-class KeepsAllItLoads(PlainZero1):
-    """Keeps the whole state that it is given.
-
-    From: torch.optim's own `load_state_dict`, inherited.
-    Unseen: Weights are right; memory grows after a restart only.
-    """
-
-    def keeps(self, parameter):
-        return True
+ZERO1.near_miss(
+    "zero1.keeps-all-it-loads",
+    "zero1.state.divided-after-load",
+    "- mine = {n for n, p in zip(numbers, every, strict=True) if self.owned(p)}",
+    "+ mine = {*numbers}",
+    does="Keeps the whole state that it is given.",
+    seen="torch.optim's own `load_state_dict`, inherited.",
+    unseen="Weights are right; memory grows after a restart only.",
+)
 
 
 @near_miss(
@@ -194,77 +182,58 @@ class LoadsMomentsOnly(PlainZero1):
         self.hand_in()
 
 
-@near_miss("zero1.saves-its-part", rejected_by="zero1.state.no-partial-state-dict")
-class SavesItsPart(PlainZero1):
-    """`state_dict()` is the rank's own part.
-
-    From: The method is inherited, and `.state` is divided.
-    Unseen: It has all groups, and loads.
-    """
-
-    def state_dict(self):
-        return torch.optim.Optimizer.state_dict(self)
-
-
-@near_miss(
-    "zero1.sums-with-zeros",
-    rejected_by=("zero1.traffic.one-copy-per-step", "zero1.traffic.any-world-size"),
+ZERO1.near_miss(
+    "zero1.saves-its-part",
+    "zero1.state.no-partial-state-dict",
+    '- raise RuntimeError("the state is divided; call full_optimizer_state on all ranks")',
+    "+ return torch.optim.Optimizer.state_dict(self)",
+    does="`state_dict()` is the rank's own part.",
+    seen="The method is inherited, and `.state` is divided.",
+    unseen="It has all groups, and loads.",
 )
-class SumsWithZeros(PlainZero1):
-    """Sums weights, with zeros for what others own.
 
-    From: An all-reduce in place of a gather: no owners to keep track of.
-    Unseen: The numbers are right.
-    """
+ZERO1.near_miss(
+    "zero1.sums-with-zeros",
+    ("zero1.traffic.one-copy-per-step", "zero1.traffic.any-world-size"),
+    "- whole = parameter.detach().contiguous()",
+    "- dist.broadcast(whole, group=self.group, group_src=owner)",
+    "+ whole = parameter.detach().clone(memory_format=torch.contiguous_format)",
+    "+ if owner != self.rank():",
+    "+     whole.zero_()",
+    "+ dist.all_reduce(whole, group=self.group)",
+    does="Sums weights, with zeros for what others own.",
+    seen="An all-reduce in place of a gather: no owners to keep track of.",
+    unseen="The numbers are right.",
+)
 
-    @torch.no_grad()
-    def take(self, parameter, owner):
-        whole = parameter.detach().contiguous().clone()
-        if owner != self.rank():
-            whole.zero_()
-        dist.all_reduce(whole, group=self.group)
-        parameter.copy_(whole)
+ZERO1.near_miss(
+    "zero1.asks-before-sending",
+    "zero1.traffic.at-most-one-message-each",
+    "  whole = parameter.detach().contiguous()",
+    "+ dist.broadcast(torch.tensor(whole.numel()), group=self.group, group_src=owner)",
+    does="Sends the size of each parameter before it.",
+    seen="A generic function that sends tensors of any shape.",
+    unseen="A few bytes more.",
+)
 
-
-@near_miss("zero1.asks-before-sending", rejected_by="zero1.traffic.at-most-one-message-each")
-class AsksBeforeSending(PlainZero1):
-    """Sends the size of each parameter before it.
-
-    From: A generic function that sends tensors of any shape.
-    Unseen: A few bytes more.
-    """
-
-    def take(self, parameter, owner):
-        dist.broadcast(torch.tensor(parameter.numel()), group=self.group, group_src=owner)
-        super().take(parameter, owner)
-
-
-@near_miss(
+ZERO1.near_miss(
     "zero1.own-first",
-    rejected_by="zero1.traffic.same-order-on-all-ranks",
+    "zero1.traffic.same-order-on-all-ranks",
+    "- for parameter, owner in self.owners.items():",
+    "+ for parameter, owner in sorted(self.owners.items(), key=lambda i: i[1] != self.rank()):",
+    does="Sends its own parameters before it takes the others'.",
+    seen="`for p in own: broadcast(p)`, and then the rest.",
+    unseen="Sizes that agree by accident.",
     outcomes=("failed", "hang", "died"),
 )
-class OwnFirst(PlainZero1):
-    """Sends its own parameters before it takes the others'.
 
-    From: `for p in own: broadcast(p)`, and then the rest.
-    Unseen: Sizes that agree by accident.
-    """
-
-    def exchange(self):
-        for parameter, owner in sorted(
-            self.owners.items(), key=lambda item: item[1] != self.rank()
-        ):
-            self.take(parameter, owner)
-
-
-@near_miss("zero1.sends-frozen", rejected_by="zero1.traffic.frozen-not-sent")
-class SendsFrozen(PlainZero1):
-    """Sends frozen parameters in every step.
-
-    From: ZeroRedundancyOptimizer does.
-    Unseen: Nothing is wrong but the bytes: with a frozen backbone nearly all of them.
-    """
+ZERO1.near_miss(
+    "zero1.sends-frozen",
+    "zero1.traffic.frozen-not-sent",
+    does="Sends frozen parameters in every step.",
+    seen="ZeroRedundancyOptimizer does.",
+    unseen="Nothing is wrong but the bytes: with a frozen backbone nearly all of them.",
+)
 
 
 class Overlaps(PlainZero1):
@@ -338,41 +307,35 @@ class DoubleBuffers(Overlaps):
             handle.wait()
 
 
-@near_miss("zero1.iterates-twice", rejected_by="zero1.groups.any-iterable")
-class IteratesTwice(PlainZero1):
-    """Goes through the parameters of a group before the optimizer has made a list of them.
-
-    From: `for p in group["params"]` at the head of `add_param_group`.
-    Unseen: Lists can be gone through twice.
-    """
-
-    def add_param_group(self, param_group):
-        self.num_parameters = sum(1 for _ in param_group["params"])
-        super().add_param_group(param_group)
-
-
-@near_miss("zero1.shortens-callers-groups", rejected_by="zero1.groups.caller-keeps-theirs")
-class ShortensCallersGroups(PlainZero1):
-    """Writes its own part into the group that the caller gave.
-
-    From: `param_group["params"] = local_params` before `super().add_param_group`.
-    Unseen: Most callers build their groups in the call.
-    """
-
-    def add_param_group(self, param_group):
-        super().add_param_group({**param_group, "params": list(param_group["params"])})
-        param_group["params"] = self.own_part(self.param_groups[-1])["params"]
-
-
-@near_miss(
-    "zero1.shows-no-options", rejected_by=("zero1.groups.rate-by-default", "zero1.groups.complete")
+ZERO1.near_miss(
+    "zero1.iterates-twice",
+    "zero1.groups.any-iterable",
+    "  def add_param_group(self, param_group: Group) -> None:",
+    '+     self.num_parameters = sum(1 for _ in param_group["params"])',
+    does="Goes through the parameters of a group before the optimizer has made a list of them.",
+    seen='`for p in group["params"]` at the head of `add_param_group`.',
+    unseen="Lists can be gone through twice.",
 )
-class ShowsNoOptions(PlainZero1):
-    """Leaves the options in the inner optimizer.
 
-    From: `super().__init__(params, {})`, and nothing after it.
-    Unseen: Nobody reads a rate that nobody changes.
-    """
+ZERO1.near_miss(
+    "zero1.shortens-callers-groups",
+    "zero1.groups.caller-keeps-theirs",
+    "- super().add_param_group(param_group)",
+    '- self.deal(self.param_groups[-1]["params"])',
+    '+ super().add_param_group({**param_group, "params": list(param_group["params"])})',
+    '+ self.deal(self.param_groups[-1]["params"])',
+    '+ param_group["params"] = self.own_part(self.param_groups[-1])["params"]',
+    does="Writes its own part into the group that the caller gave.",
+    seen='`param_group["params"] = local_params` before `super().add_param_group`.',
+    unseen="Most callers build their groups in the call.",
+)
 
-    def show(self):
-        self.state = self.inner.state
+ZERO1.near_miss(
+    "zero1.shows-no-options",
+    ("zero1.groups.rate-by-default", "zero1.groups.complete"),
+    "- for outer, inner in zip(self.param_groups, self.inner.param_groups, strict=True):",
+    '-     outer.update({k: v for k, v in inner.items() if k != "params"})',
+    does="Leaves the options in the inner optimizer.",
+    seen="`super().__init__(params, {})`, and nothing after it.",
+    unseen="Nobody reads a rate that nobody changes.",
+)
