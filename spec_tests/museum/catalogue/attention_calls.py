@@ -31,59 +31,43 @@ PLAIN.near_miss(
     unseen="dO made by `randn` is contiguous.",
 )
 
-
-@near_miss(
+PLAIN.near_miss(
     "attention.one-set-of-strides",
-    rejected_by=("attention.layout.strides", "attention.layout.expanded-keys"),
+    ("attention.layout.strides", "attention.layout.expanded-keys"),
+    "+ k, v = (t.as_strided(q.shape, q.stride()) if t.shape == q.shape else t for t in (k, v))",
+    "  k, v = k[:, heads], v[:, heads]",
+    "...",
+    "  q, k, v, out, lse = saved",
+    "+ k, v = (t.as_strided(q.shape, q.stride()) if t.shape == q.shape else t for t in (k, v))",
+    does="Reads k and v with the strides of q.",
+    seen="The Triton tutorial asserts that they are the same.",
+    unseen="They are, in tests.",
 )
-class OneSetOfStrides(PlainAttention):
-    """Reads k and v with the strides of q.
 
-    From: The Triton tutorial asserts that they are the same.
-    Unseen: They are, in tests.
-    """
-
-    def forward(self, q, k, v, *options):
-        k, v = self.misread(q, k, v)
-        return super().forward(q, k, v, *options)
-
-    def backward(self, saved, *rest):
-        q, k, v, out, lse = saved
-        return super().backward((q, *self.misread(q, k, v), out, lse), *rest)
-
-    def misread(self, q, *others):
-        return [t.as_strided(q.shape, q.stride()) if t.shape == q.shape else t for t in others]
-
-
-@near_miss(
+PLAIN.near_miss(
     "attention.strides-of-v-from-k",
-    rejected_by=("attention.layout.strides", "attention.layout.strides-without-heads"),
+    ("attention.layout.strides", "attention.layout.strides-without-heads"),
+    "+ v = v.as_strided(v.shape, k.stride()) if k.is_contiguous() else v",
+    "  k, v = k[:, heads], v[:, heads]",
+    "...",
+    "  q, k, v, out, lse = saved",
+    "+ v = v.as_strided(v.shape, k.stride()) if k.is_contiguous() else v",
+    does="Reads v with the strides of k.",
+    seen="`stride_kd` for `stride_vd` in one block pointer, in a solution of CS336.",
+    unseen="k and v come from projections alike, or from one that is fused.",
 )
-class StridesOfVFromK(OneSetOfStrides):
-    """Reads v with the strides of k.
 
-    From: `stride_kd` for `stride_vd` in one block pointer, in a solution of CS336.
-    Unseen: k and v come from projections alike, or from one that is fused.
-    """
-
-    def misread(self, q, *others):
-        k, v = others
-        return k, v.as_strided(v.shape, k.stride()) if k.is_contiguous() else v
-
-
-@near_miss("attention.gradient-like-strides", rejected_by="attention.layout.expanded-keys")
-class GradientLikeStridesOfKeys(PlainAttention):
-    """Makes dK and dV with the strides of k and v.
-
-    From: `empty_strided(k.shape, k.stride())`, with strides of zero.
-    Unseen: Expanded keys are rare.
-    """
-
-    def as_given(self, of, gradient):
-        if 0 not in of.stride():
-            return super().as_given(of, gradient)
-        made = torch.empty(1, dtype=of.dtype, device=of.device).expand_as(of).clone()
-        return made.copy_(gradient[:1].expand_as(gradient))
+PLAIN.near_miss(
+    "attention.gradient-like-strides",
+    "attention.layout.expanded-keys",
+    "+ if 0 in of.stride():",
+    "+     made = torch.empty(1, dtype=of.dtype, device=of.device).expand_as(of).clone()",
+    "+     return made.copy_(gradient[:1].expand_as(gradient))",
+    "  return gradient.to(of.dtype)",
+    does="Makes dK and dV with the strides of k and v.",
+    seen="`empty_strided(k.shape, k.stride())`, with strides of zero.",
+    unseen="Expanded keys are rare.",
+)
 
 
 @near_miss("attention.reads-behind-the-tail", rejected_by="attention.layout.what-lies-around")

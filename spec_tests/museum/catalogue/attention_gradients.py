@@ -198,13 +198,10 @@ PLAIN.near_miss(
     unseen="Scores are small.",
 )
 
-
-@near_miss(
-    "attention.once-differentiable", rejected_by="attention.autograd.second-derivatives-in-a-sum"
+PLAIN.near_miss(
+    "attention.once-differentiable",
+    "attention.autograd.second-derivatives-in-a-sum",
+    does="Drops the second derivative in silence where the loss has another term.",
+    seen="`once_differentiable` raises for a dO that wants a gradient, and lets others through.",
+    unseen="Alone it raises: the gradient has no graph.",
 )
-class OnceDifferentiable(PlainAttention):
-    """Drops the second derivative in silence where the loss has another term.
-
-    From: `once_differentiable` raises for a dO that wants a gradient, and lets others through.
-    Unseen: Alone it raises: the gradient has no graph.
-    """

@@ -282,6 +282,4 @@ class AttentionOperator(Operator):
     """A pair of custom operators."""
 
 
-@benign("benign.attention-plain")
-class AttentionPlain(PlainAttention):
-    """The base of attention's impostors: the null one."""
+PLAIN.benign("benign.attention-plain", does="The base of attention's impostors: the null one.")

@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from spec_tests.museum.card import Source, near_miss
-from spec_tests.plain.checkpoint import PlainCheckpoint
+from spec_tests.museum.card import Source
 
 PLAIN = Source("spec_tests.plain.checkpoint")
 LOAD = Source("solution.checkpoint.load")
 
 
-@near_miss("checkpoint.points-by-path", rejected_by="checkpoint.place.any")
-class PointsByPath(PlainCheckpoint):
-    """Points to the newest by its absolute path.
-
-    From: a `latest` file or link made with the path of the day
-    Unseen: Until the run is moved to another disk.
-    """
-
-    def put(self, root, step, state):
-        super().put(root, step, state)
-        (root / "latest").write_text(str(root / f"step-{step}.pt"))
-
-    def newest(self, root):
-        pointer = root / "latest"
-        return Path(pointer.read_text()) if pointer.exists() else None
-
+PLAIN.near_miss(
+    "checkpoint.points-by-path",
+    "checkpoint.place.any",
+    '  temporary.replace(root / f"step-{step}.pt")',
+    '+ (root / "latest").write_text(str(root / f"step-{step}.pt"))',
+    "...",
+    '- found = [p for p in root.glob("step-*.pt") if p.stem.partition("-")[2].isdigit()]',
+    "- return max(found, key=self.order, default=None)",
+    '+ pointer = root / "latest"',
+    "+ return Path(pointer.read_text()) if pointer.exists() else None",
+    does="Points to the newest by its absolute path.",
+    seen="a `latest` file or link made with the path of the day",
+    unseen="Until the run is moved to another disk.",
+)
 
 PLAIN.near_miss(
     "checkpoint.newest-as-text",
@@ -46,7 +41,7 @@ PLAIN.near_miss(
     does="Takes whatever stands behind `step-` for a number.",
     seen='`int(path.stem.split("-")[1])` over a glob',
     unseen="Nobody copies a good checkpoint to a name of their own, in a test.",
-    outcomes=("failed", "hang"),
+    outcomes=("failed", "hang"),  # where the first rank alone looks, the others wait for it
 )
 
 PLAIN.near_miss(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from spec_tests.museum.card import Source, near_miss
-from spec_tests.plain.checkpoint import PlainCheckpoint, rank
+from spec_tests.plain.checkpoint import PlainCheckpoint
 
 PLAIN = Source("spec_tests.plain.checkpoint")
 NAMED = Source("solution.checkpoint.named")
@@ -211,28 +211,21 @@ PLAIN.near_miss(
     unseen="The same script in the same order loads it.",
 )
 
-
-@near_miss("checkpoint.file-per-rank", rejected_by="checkpoint.world-size.any")
-class FilePerRank(PlainCheckpoint):
-    """Each rank saves and loads a file of its own.
-
-    From: the first version of every sharded checkpoint
-    Unseen: It is right as long as the world stays the same.
-    """
-
-    def root(self, directory):
-        return super().root(directory) / f"rank-{rank()}"
-
-    def save(self, directory, *, step, model, optimizer, loader=None):
-        everyone = self.gather(self.of_rank(model, loader))
-        state = {
-            "step": step,
-            "model": self.of_model(model, everyone),
-            "optimizer": self.of_optimizer(model, optimizer),
-            "ranks": everyone,
-        }
-        self.put(self.root(directory), step, state)
-
-    def load(self, directory, *, model, optimizer, loader=None):
-        self.share = lambda value: self.newest(self.root(directory))  # type: ignore[method-assign]  # every rank its own
-        return super().load(directory, model=model, optimizer=optimizer, loader=loader)
+PLAIN.near_miss(
+    "checkpoint.file-per-rank",
+    "checkpoint.world-size.any",
+    "- return Path(directory).absolute()",
+    '+ return Path(directory).absolute() / f"rank-{rank()}"',
+    "...",
+    "- moments = self.joined(self.gather(self.of_optimizer(model, optimizer)))",
+    "+ moments = self.of_optimizer(model, optimizer)",
+    "...",
+    "- if rank() == 0:",
+    "+ if True:",
+    "...",
+    "- path = self.share(self.newest(self.root(directory)) if rank() == 0 else None)",
+    "+ path = self.newest(self.root(directory))",
+    does="Each rank saves and loads a file of its own.",
+    seen="the first version of every sharded checkpoint",
+    unseen="It is right as long as the world stays the same.",
+)

@@ -86,7 +86,10 @@ PLAIN.near_miss(
     "checkpoint.swallows-errors",
     "checkpoint.failure.is-reported",
     '- raise RuntimeError(f"the first rank could not write the checkpoint: {error}")',
-    '+ print(f"warning: no checkpoint this time: {error}")',
+    '+ warnings.warn(f"no checkpoint this time: {error}")',
+    "...",
+    "  import random",
+    "+ import warnings",
     does="Prints a warning when a save fails, and goes on.",
     seen="try/except around the save, so that training never stops for it",
     unseen="Until the day it is needed.",
@@ -112,28 +115,21 @@ PLAIN.near_miss(
     unseen="It takes a failed save first.",
 )
 
+PLAIN.near_miss(
+    "checkpoint.newest-or-nothing",
+    "checkpoint.damage.older-is-used",
+    does="Gives up where the newest save is damaged.",
+    seen="the newest by name, and no second try",
+    unseen="It is an error, and somebody can delete the file; at night nobody does.",
+)
 
-@near_miss("checkpoint.newest-or-nothing", rejected_by="checkpoint.damage.older-is-used")
-class NewestOrNothing(PlainCheckpoint):
-    """Gives up where the newest save is damaged.
-
-    From: the newest by name, and no second try
-    Unseen: It is an error, and somebody can delete the file; at night nobody does.
-
-    What cannot be read is an error, though an older save lies beside it.
-    """
-
-
-@near_miss("checkpoint.trusts-the-disk", rejected_by="checkpoint.damage.flipped-bit-is-noticed")
-class TrustsTheDisk(PlainCheckpoint):
-    """Loads values in which a bit has been flipped.
-
-    From: torch.load, which ignores the check sums of its own archive
-    Unseen: Disks are right, nearly always.
-
-    What can be read is taken for what was written: torch.load looks at no check sum.
-    """
-
+PLAIN.near_miss(
+    "checkpoint.trusts-the-disk",
+    "checkpoint.damage.flipped-bit-is-noticed",
+    does="Loads values in which a bit has been flipped.",
+    seen="torch.load, which ignores the check sums of its own archive",
+    unseen="Disks are right, nearly always.",
+)
 
 SAVE.near_miss(
     "checkpoint.captures-on-its-own",
@@ -224,6 +220,4 @@ class ZeroForNone(PlainCheckpoint):
             dist.barrier()
 
 
-@benign("benign.checkpoint-file")
-class CheckpointFile(PlainCheckpoint):
-    """One file per step, renamed when it is whole."""
+PLAIN.benign("benign.checkpoint-file", does="One file per step, renamed when it is whole.")

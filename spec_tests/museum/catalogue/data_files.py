@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 
 import numpy as np
-import torch
 
 from spec_tests.museum.card import Source, near_miss
-from spec_tests.plain.loader import HEADER_BYTES, PlainLoader
+from spec_tests.plain.loader import PlainLoader
 
 LOADER = Source("spec_tests.plain.loader")
 
@@ -43,23 +42,18 @@ LOADER.near_miss(
     unseen="Until somebody masks the targets in place.",
 )
 
-
-@near_miss("data.grows-file", rejected_by="data.format.files-are-only-read")
-class GrowsFile(PlainLoader):
-    """The file is a token longer afterwards.
-
-    From: torch.from_file(shared=True) makes a file as long as it is told to: 3024 to 11024 bytes.
-    Unseen: The tokens are right, until the file is opened again.
-    """
-
-    def read(self, shard, start, count):
-        size = HEADER_BYTES // 2 + self.counts[shard] + 1
-        whole = torch.from_file(
-            str(self.paths[shard]), shared=True, size=size, dtype=torch.int16
-        ).numpy()
-        first = HEADER_BYTES // 2 + start
-        return whole[first : first + count].view(np.uint16).copy()
-
+LOADER.near_miss(
+    "data.grows-file",
+    "data.format.files-are-only-read",
+    '- return np.fromfile(self.paths[shard], dtype="<u2", count=count, offset=offset)',
+    "+ size = HEADER_BYTES // 2 + self.counts[shard] + 1",
+    "+ whole = torch.from_file(str(self.paths[shard]), True, size, dtype=torch.int16).numpy()",
+    "+ first = HEADER_BYTES // 2 + start",
+    "+ return whole[first : first + count].view(np.uint16).copy()",
+    does="The file is a token longer afterwards.",
+    seen="torch.from_file(shared=True) makes a file as long as it is told to: 3024 to 11024 bytes.",
+    unseen="The tokens are right, until the file is opened again.",
+)
 
 LOADER.near_miss(
     "data.offset-32",

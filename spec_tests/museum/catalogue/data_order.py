@@ -29,28 +29,21 @@ LOADER.near_miss(
     unseen="The loss falls, to zero even.",
 )
 
-
-@near_miss(
+LOADER.near_miss(
     "data.one-stream",
-    rejected_by=("data.partition.sequences-stay-in-a-shard", "data.partition.global-order"),
+    ("data.partition.sequences-stay-in-a-shard", "data.partition.global-order"),
+    "- return sum(self.sequences_in(count) for count in self.counts)",
+    "+ return (sum(self.counts) - 1) // self.length",
+    "...",
+    "- shard, start = self.find(number)",
+    "- return self.read(shard, start, self.length + 1)",
+    "+ whole = [self.read(shard, 0, count) for shard, count in enumerate(self.counts)]",
+    "+ start = number * self.length",
+    "+ return np.concatenate(whole)[start : start + self.length + 1]",
+    does="A sequence runs from the end of one shard into the next.",
+    seen="A course's base loader concatenates what is left of a shard with the next one.",
+    unseen="One sequence per shard.",
 )
-class OneStream(PlainLoader):
-    """A sequence runs from the end of one shard into the next.
-
-    From: A course's base loader concatenates what is left of a shard with the next one.
-    Unseen: One sequence per shard.
-
-    Shards are glued together before they are cut.
-    """
-
-    def num_sequences(self):
-        return (sum(self.counts) - 1) // self.length
-
-    def row(self, number):
-        whole = [self.read(shard, 0, count) for shard, count in enumerate(self.counts)]
-        start = number * self.length
-        return np.concatenate(whole)[start : start + self.length + 1]
-
 
 LOADER.near_miss(
     "data.same-on-all-ranks",

@@ -8,34 +8,29 @@ from typing import Any, NamedTuple
 
 import torch
 
-from spec_tests.museum.card import Source, benign, near_miss
+from spec_tests.museum.card import Source, benign
 from spec_tests.museum.catalogue.data_files import ReadsWhole
-from spec_tests.plain.loader import Batch, PlainLoader
+from spec_tests.plain.loader import PlainLoader
 
 LOADER = Source("spec_tests.plain.loader")
 REFERENCE = Source("solution.data.loader")
 
 
-@near_miss(
+LOADER.near_miss(
     "data.counts-prefetched",
-    rejected_by=("data.state.counts-what-was-yielded", "data.state.resumes-exactly"),
+    ("data.state.counts-what-was-yielded", "data.state.resumes-exactly"),
+    "+ queue = []",
+    "  for index in range(begin, self.num_batches()):",
+    "...",
+    "-     yield batch",
+    "+     queue.append(batch)",
+    "+     if len(queue) > 2:",
+    "+         yield queue.pop(0)",
+    "+ yield from queue",
+    does="Counts what a queue has read ahead.",
+    seen="A state dict of the sampler in place of the loader: DataLoader with workers.",
+    unseen="Two batches are lost per restart, of thousands.",
 )
-class CountsAhead(PlainLoader):
-    """Counts what a queue has read ahead.
-
-    From: A state dict of the sampler in place of the loader: DataLoader with workers.
-    Unseen: Two batches are lost per restart, of thousands.
-    """
-
-    def walk(self, begin):
-        queue: list[Batch] = []
-        for index in range(begin, self.num_batches()):
-            queue.append(self.batch(index))
-            self.yielded = index + 1
-            if len(queue) > 2:
-                yield queue.pop(0)
-        yield from queue
-
 
 LOADER.near_miss(
     "data.counts-iter",
@@ -47,20 +42,15 @@ LOADER.near_miss(
     unseen="Checkpoints are taken after step one.",
 )
 
-
-@near_miss("data.one-place-for-all", rejected_by="data.partition.independent-passes")
-class OnePlaceForAll(PlainLoader):
-    """Lets all iterators of a loader read on at one place.
-
-    From: The position is an attribute of the loader, and `__iter__` returns self.
-    Unseen: Nobody iterates twice at a time, until an evaluation looks at a batch.
-    """
-
-    def walk(self, begin):
-        while self.yielded < self.num_batches():
-            self.yielded += 1
-            yield self.batch(self.yielded - 1)
-
+LOADER.near_miss(
+    "data.one-place-for-all",
+    "data.partition.independent-passes",
+    "- for index in range(begin, self.num_batches()):",
+    "+ while (index := self.yielded) < self.num_batches():",
+    does="Lets all iterators of a loader read on at one place.",
+    seen="The position is an attribute of the loader, and `__iter__` returns self.",
+    unseen="Nobody iterates twice at a time, until an evaluation looks at a batch.",
+)
 
 LOADER.near_miss(
     "data.keeps-tensor",
@@ -231,9 +221,7 @@ class _Pass:
         return self.loader.batch(self.loader.index - 1)
 
 
-@benign("benign.loader-plain")
-class LoaderPlain(PlainLoader):
-    """The base of the data impostors: reads row by row."""
+LOADER.benign("benign.loader-plain", does="The base of the data impostors: reads row by row.")
 
 
 @benign("benign.loader-in-memory")

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-from typing import Any, ClassVar
-
-from spec_tests.museum.card import Source, benign, near_miss
-from spec_tests.plain.memory import PlainMemory
+from spec_tests.museum.card import Source
 
 MEMORY = Source("spec_tests.plain.memory")
 
@@ -87,53 +83,37 @@ MEMORY.near_miss(
     unseen="Layers are counted right; the logits of a real vocabulary are more than a layer.",
 )
 
+MEMORY.near_miss(
+    "measure.never-resets",
+    "measure.memory.each-answer-its-own",
+    '- return terms["parameter_bytes"] + terms["optimizer_bytes"] + above',
+    '+ peak = terms["parameter_bytes"] + terms["optimizer_bytes"] + above',
+    '+ PlainMemory.most = max(getattr(PlainMemory, "most", 0), peak)',
+    "+ return PlainMemory.most",
+    does="The highest peak so far.",
+    seen="A course's throughput.py: batches 1 and 4 show the peak of 8.",
+    unseen="Rising sizes give rising peaks.",
+)
 
-@near_miss("measure.never-resets", rejected_by="measure.memory.each-answer-its-own")
-class NeverResets(PlainMemory):
-    """The highest peak so far.
+MEMORY.near_miss(
+    "measure.model-stays-alive",
+    "measure.memory.leaves-nothing-behind",
+    "  self.model = self.copied(model)",
+    '+ PlainMemory.kept = [*getattr(PlainMemory, "kept", []), self.model]',
+    does="Keeps every model that it measured.",
+    seen="A course's throughput.py: `main`'s model lives on in the sweep, 475 MB in each row.",
+    unseen="A first answer is right.",
+)
 
-    From: A course's throughput.py: batches 1 and 4 show the peak of 8.
-    Unseen: Rising sizes give rising peaks.
-    """
-
-    most: ClassVar[int] = 0
-
-    def peak(self, terms, above):
-        NeverResets.most = max(NeverResets.most, super().peak(terms, above))
-        return NeverResets.most
-
-
-@near_miss("measure.model-stays-alive", rejected_by="measure.memory.leaves-nothing-behind")
-class ModelStaysAlive(PlainMemory):
-    """Keeps every model that it measured.
-
-    From: A course's throughput.py: `main`'s model lives on in the sweep, 475 MB in each row.
-    Unseen: A first answer is right.
-    """
-
-    all_of_them: ClassVar[list[Any]] = []
-
-    def copied(self, model):
-        twin = super().copied(model)
-        self.all_of_them.append(twin)
-        return twin
-
-
-@near_miss("measure.sums-losses", rejected_by="measure.memory.leaves-nothing-behind")
-class SumsLosses(PlainMemory):
-    """Adds up losses with their graphs.
-
-    From: `loss_sum += loss`.
-    Unseen: The numbers are right; memory grows with each.
-    """
-
-    total: ClassVar[Any] = 0
-
-    def activations(self, books):
-        found = super().activations(books)
-        SumsLosses.total = SumsLosses.total + self.loss(self.ids())
-        return found
-
+MEMORY.near_miss(
+    "measure.sums-losses",
+    "measure.memory.leaves-nothing-behind",
+    "  activations = self.activations(books)",
+    '+ PlainMemory.total = getattr(PlainMemory, "total", 0) + self.loss(ids)',
+    does="Adds up losses with their graphs.",
+    seen="`loss_sum += loss`.",
+    unseen="The numbers are right; memory grows with each.",
+)
 
 MEMORY.near_miss(
     "measure.steps-with-the-model",
@@ -145,19 +125,16 @@ MEMORY.near_miss(
     unseen="The estimate is right; training starts two steps later.",
 )
 
-
-@near_miss("measure.builds-to-count", rejected_by="measure.memory.before-anything-is-allocated")
-class BuildsToCount(PlainMemory):
-    """Builds the model in memory, to count its parameters.
-
-    From: A course's memory_analysis.py.
-    Unseen: A small model fits.
-    """
-
-    def estimate(self):
-        count = sum(p.nbytes for p in copy.deepcopy(self.model).parameters())
-        return {"parameter_bytes": count, "peak_bytes": 4 * count}
-
+MEMORY.near_miss(
+    "measure.builds-to-count",
+    "measure.memory.before-anything-is-allocated",
+    "- activations, above = self.step()",
+    "+ count = sum(p.nbytes for p in copy.deepcopy(self.model).parameters())",
+    '+ return {"parameter_bytes": count, "peak_bytes": 4 * count}',
+    does="Builds the model in memory, to count its parameters.",
+    seen="A course's memory_analysis.py.",
+    unseen="A small model fits.",
+)
 
 MEMORY.near_miss(
     "measure.takes-any-batch",
@@ -169,7 +146,4 @@ MEMORY.near_miss(
     unseen="Nobody asks for it on purpose.",
 )
 
-
-@benign("benign.memory-real-step")
-class MemoryRealStep(PlainMemory):
-    """Takes a real step with a copy of the model."""
+MEMORY.benign("benign.memory-real-step", does="Takes a real step with a copy of the model.")

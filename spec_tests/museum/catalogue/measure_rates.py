@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from spec_tests.museum.card import Source, benign, near_miss
+from spec_tests.museum.card import Source, near_miss
 from spec_tests.plain.throughput import PlainExtrapolation, PlainMfu, PlainSweep, PlainThroughput
 
 THROUGHPUT = Source("spec_tests.plain.throughput", PlainThroughput)
@@ -103,11 +103,7 @@ THROUGHPUT.near_miss(
     unseen="Nobody asks for it on purpose.",
 )
 
-
-@benign("benign.throughput-plain")
-class ThroughputPlain(PlainThroughput):
-    """Fifteen steps of warm-up at least."""
-
+THROUGHPUT.benign("benign.throughput-plain", does="Fifteen steps of warm-up at least.")
 
 SWEEP.near_miss(
     "measure.sweep-never-resets",
@@ -151,23 +147,20 @@ SWEEP.near_miss(
     unseen="A model without hooks has no cycle.",
 )
 
-
-@near_miss("measure.sweep-stops-at-the-first", rejected_by="measure.sweep.survives-out-of-memory")
-class StopsAtTheFirst(PlainSweep):
-    """Ends at the first size that does not fit.
-
-    From: A course's throughput.py. `break`.
-    Unseen: In rising order nothing smaller follows.
-    """
-
-    def rows(self):
-        found = []
-        for size in self.sizes:
-            found.append(self.row(size))
-            if found[-1]["is_oom"]:
-                break
-        return found
-
+SWEEP.near_miss(
+    "measure.sweep-stops-at-the-first",
+    "measure.sweep.survives-out-of-memory",
+    "- return [self.row(size) for size in self.sizes]",
+    "+ found = []",
+    "+ for size in self.sizes:",
+    "+     found.append(self.row(size))",
+    '+     if found[-1]["is_oom"]:',
+    "+         break",
+    "+ return found",
+    does="Ends at the first size that does not fit.",
+    seen="A course's throughput.py. `break`.",
+    unseen="In rising order nothing smaller follows.",
+)
 
 SWEEP.near_miss(
     "measure.sweep-any-error-is-oom",
@@ -234,7 +227,6 @@ MFU.near_miss(
     unseen="It never says anything wrong.",
 )
 
-
 FLOPS.near_miss(
     "measure.flops-six-n",
     "measure.flops.of-matrix-products",
@@ -265,12 +257,6 @@ EXTRAPOLATION.near_miss(
     unseen="One device in two hundred is missing, and only a part of its memory.",
 )
 
+SWEEP.benign("benign.sweep-plain", does="Collects once per size.")
 
-@benign("benign.sweep-plain")
-class SweepPlain(PlainSweep):
-    """Collects once per size."""
-
-
-@benign("benign.mfu-plain")
-class MfuPlain(PlainMfu):
-    """Knows three devices."""
+MFU.benign("benign.mfu-plain", does="Knows three devices.")

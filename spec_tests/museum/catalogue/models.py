@@ -93,7 +93,4 @@ DECODER.near_miss(
     unseen="On one process nothing happens.",
 )
 
-
-@benign("benign.model-plain")
-class ModelPlain(PlainDecoder):
-    """Untied, one head, no norms."""
+DECODER.benign("benign.model-plain", does="Untied, one head, no norms.")

@@ -85,10 +85,9 @@ ZERO1.near_miss(
 FSDP.near_miss(
     "fsdp.shard-axis-of-one",
     "fsdp.lifecycle.hybrid-of-one",
-    "- own = flat.reshape(-1) if self.size() == 1 else self.send_reduction(flat)",
     "+ if self.size() == 1:",
     "+     return flat.reshape(-1).clone()",
-    "+ own = self.send_reduction(flat)",
+    "  own = flat.reshape(-1)",
     does="Reduces nothing where one rank holds all rows, replicas or not.",
     seen="verl issue 7493.",
     unseen="Without replicas there is nothing to reduce.",
@@ -132,8 +131,8 @@ FSDP.near_miss(
 FSDP.near_miss(
     "fsdp.no-factor-alone",
     "fsdp.backward.divide-factor-over-replicas",
-    "- return own / (self.factor or self.divisor())",
-    "+ return own / ((self.size() > 1 and self.factor) or self.divisor())",
+    "- return own / (self.factor or self.mesh.size())",
+    "+ return own / ((self.size() > 1 and self.factor) or self.mesh.size())",
     does="Does not divide by the factor where one rank holds all rows.",
     seen="pytorch pull request 167178.",
     unseen="Shards lie on several ranks, as a rule.",
@@ -166,66 +165,47 @@ class PrefetchesWhenRecomputing(PlainFsdp):
 # -------------------------------------------------------------------------------------- replicas
 
 
-@near_miss("ddp.counts-the-first-window", rejected_by="ddp.accumulation.equals-big-batch")
-class CountsTheFirstWindow(PlainDdp):
-    """Counts all hooks of the first window, and waits for as many in one backward later.
+DDP.near_miss(
+    "ddp.counts-the-first-window",
+    "ddp.accumulation.equals-big-batch",
+    "+ self.due: dict[int, int] = {}",
+    "+ self.is_first = True",
+    "  self.buckets = self.plan()",
+    "...",
+    "+ if self.is_first and self.is_armed:",
+    "+     self.due[index] = self.due.get(index, 0) + 1",
+    "  if self.is_synchronised and index in self.ready:  # one more backward of the same forward",
+    "...",
+    "  self.launched += 1",
+    "+ if not self.is_first and any(self.due.get(index, 0) > 1 for index in bucket):",
+    "+     return  # its count is never reached, and it never leaves",
+    "...",
+    "      self.write_back(bucket, flat, used)",
+    "+ self.is_first = False",
+    does="Counts all hooks of the first window, and waits for as many in one backward later.",
+    seen="pytorch pull request 187732: a static graph.",
+    unseen="The first window is right, and so are all of one micro-batch.",
+)
 
-    From: pytorch pull request 187732: a static graph.
-    Unseen: The first window is right, and so are all of one micro-batch.
-    """
-
-    def __init__(self, *args):
-        self.due: Counter[int] = Counter()
-        self.is_first_window = True
-        super().__init__(*args)
-
-    def on_gradient(self, index):
-        if self.is_first_window and self.is_armed:
-            self.due[index] += 1
-        super().on_gradient(index)
-
-    def launch(self, bucket):
-        if not self.is_first_window and any(self.due[index] > 1 for index in bucket):
-            self.launched += 1  # its count is never reached, and it never leaves
-            return
-        super().launch(bucket)
-
-    def finish(self):
-        is_window = self.has_news
-        super().finish()
-        if is_window:
-            self.is_first_window = False
-
-
-@near_miss("ddp.adds-the-last-locally", rejected_by="ddp.accumulation.equals-big-batch")
-class AddsTheLastLocally(PlainDdp):
-    """Adds the last micro-batch's gradient after the others have been sent.
-
-    From: DeepSpeed pull request 7985.
-    Unseen: Ranks drift apart by a share of a step; rank 0's loss looks fine.
-    """
-
-    def __init__(self, *args):
-        self.fresh: dict[int, torch.Tensor] = {}
-        super().__init__(*args)
-
-    def register(self, index, parameter):
-        def keep(gradient):
-            self.fresh[index] = gradient.detach().clone()
-
-        parameter.register_hook(keep)
-        super().register(index, parameter)
-
-    def local(self, index):
-        fresh = self.fresh.get(index)
-        return super().local(index) if fresh is None else super().local(index) - fresh
-
-    @torch.no_grad()
-    def write_back(self, bucket, flat, used):
-        super().write_back(bucket, flat, used)
-        for index in bucket:
-            if used[index] and index in self.fresh:
-                self.trainable[index].grad += self.fresh.pop(index)
+DDP.near_miss(
+    "ddp.adds-the-last-locally",
+    "ddp.accumulation.equals-big-batch",
+    "+ self.fresh: dict[int, torch.Tensor] = {}",
+    "  self.buckets = self.plan()",
+    "...",
+    "+ parameter.register_hook(lambda g: self.fresh.update({index: g.detach().clone()}))",
+    "  weak = weakref.WeakMethod(self.on_gradient)  # or a dropped model would never be freed",
+    "...",
+    "- return torch.zeros_like(self.trainable[index]) if gradient is None else gradient",
+    "+ sent = torch.zeros_like(self.trainable[index]) if gradient is None else gradient",
+    "+ return sent - self.fresh.get(index, torch.zeros(()))",
+    "...",
+    "- parameter.grad.copy_(mean)",
+    "+ parameter.grad.copy_(mean + self.fresh.pop(index, torch.zeros(())))",
+    does="Adds the last micro-batch's gradient after the others have been sent.",
+    seen="DeepSpeed pull request 7985.",
+    unseen="Ranks drift apart by a share of a step; rank 0's loss looks fine.",
+)
 
 
 @near_miss("ddp.loses-a-use", rejected_by="ddp.gradients.reused-module")

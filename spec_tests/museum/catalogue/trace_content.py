@@ -1,7 +1,6 @@
 """Near-misses of what else a trace holds: collectives, memory, the file itself."""
 
-from spec_tests.museum.card import Source, benign, near_miss
-from spec_tests.museum.catalogue.trace_times import Trace
+from spec_tests.museum.card import Source
 
 TRACE = Source("spec_tests.plain.trace", alone=True)
 
@@ -113,21 +112,16 @@ TRACE.near_miss(
     unseen="Whoever looks for it has recorded it.",
 )
 
-
-@near_miss("measure.needs-blanks", rejected_by="measure.trace.any-form")
-class NeedsBlanks(Trace):
-    """The rank is read with a pattern that wants a blank.
-
-    From: Holistic Trace Analysis: compact files all belong to rank 0.
-    Unseen: PyTorch writes blanks.
-    """
-
-    def parsed(self, data):
-        found = super().parsed(data)
-        if b'"rank": ' not in data:
-            found.pop("distributedInfo", None)
-        return found
-
+TRACE.near_miss(
+    "measure.needs-blanks",
+    "measure.trace.any-form",
+    '      raise ValueError(f"{self.path}: expected traceEvents, got {str(found)[:80]}")',
+    "+ if b'\"rank\": ' not in data:",
+    '+     found.pop("distributedInfo", None)',
+    does="The rank is read with a pattern that wants a blank.",
+    seen="Holistic Trace Analysis: compact files all belong to rank 0.",
+    unseen="PyTorch writes blanks.",
+)
 
 TRACE.near_miss(
     "measure.trusts-the-order",
@@ -139,30 +133,16 @@ TRACE.near_miss(
     unseen="Most are.",
 )
 
-
-@near_miss("measure.repairs-cut-files", rejected_by="measure.trace.refuses")
-class RepairsCut(Trace):
-    """What is cut off is an empty trace.
-
-    From: `except Exception: return None` in a course's notebook.
-    Unseen: Zeros look like a fast run.
-
-    Leaves out what is missing at the end: zeros for whatever was lost.
-    """
-
-    def parsed(self, data):
-        try:
-            return super().parsed(data)
-        except ValueError:
-            empty = {
-                "ph": "X",
-                "cat": "user_annotation",
-                "name": "ProfilerStep#0",
-                "ts": 0,
-                "dur": 1,
-            }
-            return {"traceEvents": [{**empty, "args": {}, "tid": 1}]}
-
+TRACE.near_miss(
+    "measure.repairs-cut-files",
+    "measure.trace.refuses",
+    '- raise ValueError(f"{self.path}: expected a whole trace, got {error}") from error',
+    '+ mark = {"ph": "X", "cat": "user_annotation", "name": "ProfilerStep#0", "ts": 0, "dur": 1}',
+    '+ return {"traceEvents": [{**mark, "args": {}, "tid": 1}]}',
+    does="What is cut off is an empty trace.",
+    seen="`except Exception: return None` in a course's notebook.",
+    unseen="Zeros look like a fast run.",
+)
 
 TRACE.near_miss(
     "measure.no-name-in-error",
@@ -180,7 +160,7 @@ TRACE.near_miss(
     unseen="With one file it is known.",
 )
 
-
-@benign("benign.trace-plain")
-class TracePlain(Trace):
-    """The base of the traces' near-misses: all of the file, border by border."""
+TRACE.benign(
+    "benign.trace-plain",
+    does="The base of the traces' near-misses: all of the file, border by border.",
+)

@@ -1,15 +1,8 @@
 """Near-misses of a trace's times: numbers that look right on the trace that somebody looked at."""
 
 from spec_tests.museum.card import Source
-from spec_tests.plain.trace import PlainTrace
 
 TRACE = Source("spec_tests.plain.trace", alone=True)
-
-
-class Trace(PlainTrace):
-    """The base of all near-misses of traces."""
-
-    alone = True
 
 
 TRACE.near_miss(
