@@ -8,7 +8,6 @@ python -m spec_tests impostors --only 'ddp.no-*'    some of them
 python -m spec_tests impostors --only 'reality.*'   bugs that users reported, see `bugs`
 python -m spec_tests impostors --margins            and how far errors and noise are from tolerances
 python -m spec_tests impostors --transport sim      on simulated ranks: how each fault is noticed
-python -m spec_tests impostors --transport sim --rate 100    and how often, on sim and on gloo
 """
 
 from __future__ import annotations
@@ -53,7 +52,6 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--margins", action="store_true", help="of each clause about numbers")
     parser.add_argument("--transport", choices=("gloo", "sim"), default="gloo", help="of the ranks")
-    parser.add_argument("--rate", type=int, default=0, help="rejections of so many, sim and gloo")
     parser.add_argument("--only", default="*", help="glob over impostor ids")
     parser.add_argument(
         "--side-by-side", type=int, default=os.cpu_count() or 1, help="processes; one per core"
@@ -110,15 +108,9 @@ def jobs(impostor: Impostor, options: argparse.Namespace) -> list[Job]:
     clauses = [clause.id for clause in _owed(impostor, options)]
     shares = [tuple(clauses[i : i + SHARE]) for i in range(0, len(clauses), SHARE)]
     repeat = 0 if impostor.is_benign or options.accepted else options.repeat
+    how = (options.transport, options.brief)
     return [
-        Job(
-            impostor.id,
-            repeat if not i else 0,
-            share,
-            options.transport,
-            options.rate,
-            options.brief,
-        )
+        Job(impostor.id, repeat if not i else 0, share, *how)
         for i, share in enumerate(shares or [()])
     ]
 
@@ -144,10 +136,6 @@ def _report(impostor: Impostor, verdicts: Sequence[Verdict], options: argparse.N
         names = f"accepted by {len(_owed(impostor, options))} clauses"
     duration_s = sum(verdict.duration_s for verdict in verdicts)
     print(f"{word:9} {impostor.id:36} {duration_s:6.1f} s  {names}", flush=True)
-    for verdict in verdicts:
-        for name, rates in verdict.rates.items():
-            often = ", ".join(f"{rate} of {options.rate} on {t}" for t, rate in rates.items())
-            print(f"{'':10}{name}: rejected {often}", flush=True)
     return complaints
 
 

@@ -168,22 +168,6 @@ def rejections(impostor: Impostor, worlds: Worlds) -> list[Finding]:
     return [probe(clause, impostor, worlds) for clause in seen]
 
 
-def rates(finding: Finding, worlds: Worlds, times: int) -> dict[str, int]:
-    """How often the case that rejects an impostor does so on sim, and on gloo without schedules."""
-    found = finding.decisive
-    if found is None:
-        return {}
-    clause, target = finding.clause, target_of(finding.impostor)
-    (case,) = [case for case in clause.cases() if clause.label(case) == found.case]
-    return {
-        transport: sum(
-            run_case(clause, target, case, worlds, transport=transport).mode != ""
-            for _ in range(times)
-        )
-        for transport in ("sim", "gloo")
-    }
-
-
 def must_reject(findings: Sequence[Finding]) -> list[str]:
     """Complaints about named clauses that let the impostor pass; empty if all reject it."""
     complaints = []
