@@ -33,8 +33,8 @@ class PlainClip:
     """One call: `run` is the algorithm, line by line."""
 
     def __init__(self, parameters: Any, max_norm: float, order: float, strict: bool) -> None:
-        self.tensors = self.listed(parameters)
-        self.gradients = self.present()
+        self.tensors = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        self.gradients = [p.grad for p in self.tensors if p.grad is not None]
         self.max_norm, self.order, self.strict = max_norm, float(order), strict
 
     def run(self) -> Any:
@@ -42,12 +42,6 @@ class PlainClip:
         self.check(norm)
         self.scale(norm)
         return self.told(norm)
-
-    def listed(self, parameters: Any) -> list[torch.Tensor]:
-        return [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-
-    def present(self) -> list[torch.Tensor]:
-        return [p.grad for p in self.tensors if p.grad is not None]
 
     # ---------------------------------------------------------------------------- the norm
 
@@ -60,14 +54,12 @@ class PlainClip:
             parts += self.gathered(self.part(divided), alike)
         return self.root(self.combined(parts))
 
-    def takers(self) -> list[torch.Tensor]:
-        """What is divided, with a gradient on this rank or without: peers wait for its part."""
-        return [p for p in self.tensors if self.is_divided(p if p.grad is None else p.grad)]
-
     def by_group(self) -> dict[Any, list[torch.Tensor]]:
+        """What is divided, with a gradient on this rank or without: peers wait for its part."""
         found: dict[Any, list[torch.Tensor]] = {}
-        for tensor in self.takers():
-            found.setdefault(self.group(tensor), []).append(tensor)
+        for tensor in self.tensors:
+            if self.is_divided(tensor if tensor.grad is None else tensor.grad):
+                found.setdefault(self.group(tensor), []).append(tensor)
         return found
 
     def is_divided(self, gradient: torch.Tensor) -> bool:

@@ -71,7 +71,6 @@ class PlainTrain:
         self.set_rate(number)
         rate = self.rate()
         self.optimizer.step()
-        self.after_step(number)
         return self.record(loss=self.report(loss, tokens), lr=rate, grad_norm=norm, tokens=tokens)
 
     def record(self, **fields: float) -> dict[str, float]:
@@ -141,9 +140,6 @@ class PlainTrain:
 
     def rate(self) -> float:
         return float(self.optimizer.param_groups[0]["lr"])
-
-    def after_step(self, number: int) -> None:
-        pass
 
     def report(self, loss: float, tokens: float) -> float:
         return self.total(loss) / tokens

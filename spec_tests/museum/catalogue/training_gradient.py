@@ -2,236 +2,174 @@
 
 from __future__ import annotations
 
-import math
-import os
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
-from spec_tests.museum.card import Patched, benign, near_miss
+from spec_tests.museum.card import Source, benign
 from spec_tests.plain.train import PlainTrain
 
+TRAIN = Source("spec_tests.plain.train")
+TRAINER = Source("solution.trainer")
 
-@near_miss("training.mean-of-means", rejected_by="training.gradient.token-weighted")
-class MeanOfMeans(PlainTrain):
-    """Averages the means of the micro-batches.
+TRAIN.near_miss(
+    "training.mean-of-means",
+    "training.gradient.token-weighted",
+    "- return self.size / tokens",
+    "+ return 1 / max(1, self.count(batch)) / self.accumulate",
+    does="Averages the means of the micro-batches.",
+    seen="transformers issues 34191 and 34242, torchtune issue 1875: everybody, until 2024.",
+    unseen="Without padding it is right.",
+)
 
-    From: transformers issues 34191 and 34242, torchtune issue 1875: everybody, until 2024.
-    Unseen: Without padding it is right.
-
-    Each micro-batch's mean, divided by their number, as every trainer did until 2024.
-    """
-
-    def scale(self, batch, tokens):
-        return 1 / max(1, self.count(batch)) / self.accumulate
-
-
-@near_miss(
+TRAIN.near_miss(
     "training.own-token-count",
-    rejected_by=("training.gradient.token-weighted", "training.gradient.nothing-to-learn-here"),
+    ("training.gradient.token-weighted", "training.gradient.nothing-to-learn-here"),
+    "  micros = self.fetch()",
+    "+ self.own = max(1, sum(self.count(batch) for batch in micros))",
+    "...",
+    "- return self.size / tokens",
+    "+ return 1 / self.own",
+    does="Divides by the rank's own number of targets.",
+    seen="The fix of 2024, without the sum over ranks: transformers issue 35203.",
+    unseen="On one process it is right.",
 )
-class OwnTokens(PlainTrain):
-    """Divides by the rank's own number of targets.
 
-    From: The fix of 2024, without the sum over ranks: transformers issue 35203.
-    Unseen: On one process it is right.
-    """
+TRAIN.near_miss(
+    "training.counts-by-environment",
+    "training.gradient.world-of-the-group",
+    "- return self.size / tokens",
+    "+ import os",
+    '+ size = os.environ.get("WORLD_SIZE", "1") if self.is_wrapped() else "1"',
+    "+ return int(size) / tokens",
+    does="Takes the number of ranks from WORLD_SIZE.",
+    seen="A course's trainer: os.environ where dist.get_world_size() belongs.",
+    unseen="Under torchrun the two agree.",
+)
 
-    def step(self, number):
-        self.own = 0
-        return super().step(number)
+TRAIN.near_miss(
+    "training.views-targets",
+    "training.gradient.slices",
+    '- return F.cross_entropy(logits, batch[1].flatten(), ignore_index=-100, reduction="sum")',
+    '+ return F.cross_entropy(logits, batch[1].view(-1), ignore_index=-100, reduction="sum")',
+    does="Flattens targets with `.view(-1)`.",
+    seen="A course's trainer.",
+    unseen="Its loader copies before it yields, so its own targets are contiguous.",
+)
 
-    def fetch(self):
-        found = super().fetch()
-        self.own = max(1, sum(self.count(batch) for batch in found))
-        return found
-
-    def scale(self, batch, tokens):
-        return 1 / self.own
-
-
-@near_miss("training.counts-by-environment", rejected_by="training.gradient.world-of-the-group")
-class CountsByEnvironment(PlainTrain):
-    """Takes the number of ranks from WORLD_SIZE.
-
-    From: A course's trainer: os.environ where dist.get_world_size() belongs.
-    Unseen: Under torchrun the two agree.
-    """
-
-    def scale(self, batch, tokens):
-        size = int(os.environ.get("WORLD_SIZE", "1")) if self.is_wrapped() else 1
-        return size / tokens
-
-
-@near_miss("training.views-targets", rejected_by="training.gradient.slices")
-class ViewsTargets(PlainTrain):
-    """Flattens targets with `.view(-1)`.
-
-    From: A course's trainer.
-    Unseen: Its loader copies before it yields, so its own targets are contiguous.
-    """
-
-    def losses(self, batch):
-        return super().losses((batch[0], batch[1].view(-1).view_as(batch[1])))
-
-
-@near_miss(
+TRAIN.near_miss(
     "training.no-division",
-    rejected_by=("training.gradient.plain-model", "training.gradient.equals-one-process"),
+    ("training.gradient.plain-model", "training.gradient.equals-one-process"),
+    "- return self.size / tokens",
+    "+ return self.accumulate * self.size / tokens",
+    does="Micro-batches are added up and not averaged.",
+    seen="A loop that was written for one micro-batch.",
+    unseen="Adam, again.",
 )
-class NoDivision(PlainTrain):
-    """Micro-batches are added up and not averaged.
 
-    From: A loop that was written for one micro-batch.
-    Unseen: Adam, again.
-    """
-
-    def scale(self, batch, tokens):
-        return self.accumulate * super().scale(batch, tokens)
-
-
-class DividesTwice(PlainTrain):
-    def scale(self, batch, tokens):
-        return super().scale(batch, tokens) / self.accumulate
-
-
-@near_miss(
+TRAIN.near_miss(
     "training.never-reduces",
-    rejected_by=("training.gradient.equals-one-process", "training.gradient.several-steps"),
+    ("training.gradient.equals-one-process", "training.gradient.several-steps"),
+    "- self.finish()",
+    "...",
+    "- is_last = index == self.accumulate - 1",
+    "+ is_last = False",
+    does="The last micro-batch is inside no_sync as well.",
+    seen="An off-by-one in the index of the last micro-batch: FunASR issue 3472.",
+    unseen="Rank 0's loss falls.",
 )
-class NeverReduces(PlainTrain):
-    """The last micro-batch is inside no_sync as well.
 
-    From: An off-by-one in the index of the last micro-batch: FunASR issue 3472.
-    Unseen: Rank 0's loss falls.
+TRAIN.near_miss(
+    "training.nan-for-nothing",
+    "training.records.loss",
+    '- return F.cross_entropy(logits, batch[1].flatten(), ignore_index=-100, reduction="sum")',
+    "+ mean = F.cross_entropy(logits, batch[1].flatten(), ignore_index=-100)",
+    "+ return mean * self.count(batch)",
+    does="A micro-batch without a target makes the step NaN.",
+    seen="cross_entropy with reduction='mean' over ignored targets only.",
+    unseen="Data sets rarely have such rows, per GPU.",
+)
 
-    Every backward is inside no_sync, and nothing is finished.
-    """
+TRAIN.near_miss(
+    "training.no-zero-grad",
+    "training.gradient.several-steps",
+    "- self.clear()",
+    does="Gradients pile up from step to step.",
+    seen="A zero_grad that got lost with a refactoring.",
+    unseen="It looks like momentum.",
+)
 
-    def window(self, index):
-        return super().window(index - 1)
+TRAIN.near_miss(
+    "training.clears-afterwards",
+    "training.gradient.leftovers-do-not-count",
+    "- self.clear()",
+    "...",
+    "  self.optimizer.step()",
+    "+ self.clear()",
+    does="Gradients that were there before the call enter its first step.",
+    seen="optimizer.zero_grad() at the end of the loop body.",
+    unseen="Models are fresh in tests.",
+)
 
-    def finish(self):
-        pass
+TRAIN.near_miss(
+    "training.leaves-last-gradient",
+    "training.gradient.two-calls-are-one",
+    "- self.clear()",
+    "...",
+    "  self.optimizer.step()",
+    "+ if number < self.steps - 1:",
+    "+     self.clear()",
+    does="The last step's gradient is still there for the next call.",
+    seen="A course's trainer.",
+    unseen="train() is called once.",
+)
 
+TRAIN.near_miss(
+    "training.clips-each-micro-batch",
+    "training.clip.once-per-step",
+    "  loss += self.micro_batch(index, batch, tokens)",
+    "+ if self.max_norm is not None and index < self.accumulate - 1:",
+    "+     self.clip()",
+    does="Clips after every micro-batch, before the reduction.",
+    seen="clip_grad_norm_ right after backward.",
+    unseen="Without accumulation it is right.",
+)
 
-@near_miss("training.nan-for-nothing", rejected_by="training.records.loss")
-class NanForNothing(PlainTrain):
-    """A micro-batch without a target makes the step NaN.
+TRAIN.near_miss(
+    "training.clips-each-parameter",
+    "training.clip.once-per-step",
+    "- norm = float(nn.utils.clip_grad_norm_(self.model.parameters(), limit))",
+    '+ norm = float(nn.utils.clip_grad_norm_(self.model.parameters(), float("inf")))',
+    "+ for parameter in self.model.parameters():",
+    "+     nn.utils.clip_grad_norm_([parameter], limit)",
+    does="Clips every parameter by its own norm.",
+    seen="A loop over parameters around clip_grad_norm_.",
+    unseen="The norms are bounded, and the loss falls.",
+)
 
-    From: cross_entropy with reduction='mean' over ignored targets only.
-    Unseen: Data sets rarely have such rows, per GPU.
-    """
+TRAIN.near_miss(
+    "training.normalises",
+    "training.clip.leaves-small-gradients",
+    "+ if self.max_norm is not None and norm < self.max_norm:",
+    "+     for parameter in self.model.parameters():",
+    "+         if parameter.grad is not None:",
+    "+             parameter.grad *= self.max_norm / norm",
+    "  return norm",
+    does="Stretches a small gradient to the bound.",
+    seen="max_norm / norm, without the min(1, .).",
+    unseen="With a small bound everything is clipped.",
+)
 
-    def losses(self, batch):
-        count = self.count(batch)
-        return super().losses(batch) / count * count
-
-
-@near_miss("training.no-zero-grad", rejected_by="training.gradient.several-steps")
-class NoZeroGrad(PlainTrain):
-    """Gradients pile up from step to step.
-
-    From: A zero_grad that got lost with a refactoring.
-    Unseen: It looks like momentum.
-    """
-
-    def clear(self):
-        pass
-
-
-@near_miss("training.clears-afterwards", rejected_by="training.gradient.leftovers-do-not-count")
-class ClearsAfterwards(PlainTrain):
-    """Gradients that were there before the call enter its first step.
-
-    From: optimizer.zero_grad() at the end of the loop body.
-    Unseen: Models are fresh in tests.
-    """
-
-    def clear(self):
-        pass
-
-    def after_step(self, number):
-        self.optimizer.zero_grad()
-
-
-@near_miss("training.leaves-last-gradient", rejected_by="training.gradient.two-calls-are-one")
-class LeavesLastGradient(ClearsAfterwards):
-    """The last step's gradient is still there for the next call.
-
-    From: A course's trainer.
-    Unseen: train() is called once.
-
-    Clears between steps, and neither before the first nor after the last.
-    """
-
-    def after_step(self, number):
-        if number < self.steps - 1:
-            self.optimizer.zero_grad()
-
-
-@near_miss("training.clips-each-micro-batch", rejected_by="training.clip.once-per-step")
-class ClipsEach(PlainTrain):
-    """Clips after every micro-batch, before the reduction.
-
-    From: clip_grad_norm_ right after backward.
-    Unseen: Without accumulation it is right.
-    """
-
-    def micro_batch(self, index, batch, tokens):
-        loss = super().micro_batch(index, batch, tokens)
-        if self.max_norm is not None and index < self.accumulate - 1:
-            self.clip()
-        return loss
-
-
-@near_miss("training.clips-each-parameter", rejected_by="training.clip.once-per-step")
-class ClipsEachParameter(PlainTrain):
-    """Clips every parameter by its own norm.
-
-    From: A loop over parameters around clip_grad_norm_.
-    Unseen: The norms are bounded, and the loss falls.
-    """
-
-    def clip(self):
-        norm = float(nn.utils.clip_grad_norm_(self.model.parameters(), math.inf))
-        if self.max_norm is not None:
-            for parameter in self.model.parameters():
-                nn.utils.clip_grad_norm_([parameter], self.max_norm)
-        return norm
-
-
-@near_miss("training.normalises", rejected_by="training.clip.leaves-small-gradients")
-class Normalises(PlainTrain):
-    """Stretches a small gradient to the bound.
-
-    From: max_norm / norm, without the min(1, .).
-    Unseen: With a small bound everything is clipped.
-    """
-
-    def clip(self):
-        norm = super().clip()
-        if self.max_norm is not None and norm < self.max_norm:
-            for parameter in self.model.parameters():
-                if parameter.grad is not None:
-                    parameter.grad *= self.max_norm / norm
-        return norm
-
-
-@near_miss("training.never-clips", rejected_by="training.clip.once-per-step")
-class NeverClips(PlainTrain):
-    """max_norm is taken and not used.
-
-    From: An argument that no one passes on.
-    Unseen: The loss falls.
-    """
-
-    def clip(self):
-        self.max_norm = None
-        return super().clip()
+TRAIN.near_miss(
+    "training.never-clips",
+    "training.clip.once-per-step",
+    '- limit = float("inf") if self.max_norm is None else self.max_norm',
+    '+ limit = float("inf")',
+    does="max_norm is taken and not used.",
+    seen="An argument that no one passes on.",
+    unseen="The loss falls.",
+)
 
 
 class BareTrain(PlainTrain):
@@ -309,46 +247,35 @@ class TrainPlain(BareTrain):
     """The base of the training impostors; the loss is in float32."""
 
 
-@near_miss("training.knows-own-wrappers", rejected_by="training.gradient.in-pytorchs-wrapper")
-class KnowsOwnWrappers(PlainTrain):
-    """Takes a model for one process's where it is in no wrapper of its own.
+TRAIN.near_miss(
+    "training.knows-own-wrappers",
+    "training.gradient.in-pytorchs-wrapper",
+    '- return hasattr(self.model, "no_sync")',
+    "+ return isinstance(self.model, PlainDdp)",
+    does="Takes a model for one process's where it is in no wrapper of its own.",
+    seen='`hasattr(model, "finish_gradient_synchronization")` to tell what is wrapped.',
+    unseen="A loop is tested with the wrapper that comes with it.",
+)
 
-    From: `hasattr(model, "finish_gradient_synchronization")` to tell what is wrapped.
-    Unseen: A loop is tested with the wrapper that comes with it.
-    """
+TRAINER.near_miss(
+    "training.shards-own-norm",
+    "training.clip.of-shards",
+    "- norm = clip.total_norm(model.parameters())",
+    "+ held = [p.grad for p in model.parameters() if p.grad is not None]",
+    "+ local = [g.to_local() if hasattr(g, 'to_local') else g for g in held]",
+    "+ norm = torch.nn.utils.get_total_norm(local)",
+    does="Clips shards by the norm of this rank's part.",
+    seen="`p.grad.to_local()` in a loop over parameters",
+    unseen="All ranks clip, each by a little less than it should.",
+)
 
-    def is_wrapped(self):
-        return super().is_wrapped() and not isinstance(self.model, DistributedDataParallel)
-
-
-@near_miss("training.shards-own-norm", rejected_by="training.clip.of-shards")
-class ShardsOwnNorm(Patched):
-    """Clips shards by the norm of this rank's part.
-
-    From: `p.grad.to_local()` in a loop over parameters
-    Unseen: All ranks clip, each by a little less than it should.
-    """
-
-    module = "solution.trainer"
-    find = "norm = clip.total_norm(model.parameters())"
-    replace = (
-        "norm = torch.nn.utils.get_total_norm([g.to_local() if hasattr(g, 'to_local') else g "
-        "for p in model.parameters() if (g := p.grad) is not None])"
-    )
-
-
-@near_miss(
+TRAINER.near_miss(
     "training.own-loss-decides",
-    rejected_by="training.finite.decided-together",
+    "training.finite.decided-together",
+    "- if not math.isfinite(loss) or num_bad:",
+    "+ if not math.isfinite(own.item()) or num_bad:",
+    does="Looks at this rank's part of the loss, where a gradient that is not finite shows on all.",
+    seen="The NaN is in the gradient as well, and the gradient is reduced.",
+    unseen="It takes an infinite loss whose gradient is finite: a target that is masked out.",
     outcomes=("hang",),
 )
-class OwnLossDecides(Patched):
-    """Looks at this rank's part of the loss, where a gradient that is not finite shows on all.
-
-    From: The NaN is in the gradient as well, and the gradient is reduced.
-    Unseen: It takes an infinite loss whose gradient is finite: a target that is masked out.
-    """
-
-    module = "solution.trainer"
-    find = "if not math.isfinite(loss) or num_bad:"
-    replace = "if not math.isfinite(own.item()) or num_bad:"

@@ -1,78 +1,58 @@
 """Near-misses of a training loop: sizes, data, NaN, traffic, records; lines of the reference."""
 
 import contextlib
-import math
 
 from torch.nn.parallel import DistributedDataParallel
 
-from spec_tests.museum.card import Patched, near_miss
+from spec_tests.museum.card import Source, near_miss
 from spec_tests.plain.train import PlainTrain
 
+TRAIN = Source("spec_tests.plain.train")
+TRAINER = Source("solution.trainer")
 
-@near_miss("training.fetches-one-more", rejected_by="training.data.takes-what-it-uses")
-class FetchesOneMore(PlainTrain):
-    """Takes a batch that nobody uses.
+TRAIN.near_miss(
+    "training.fetches-one-more",
+    "training.data.takes-what-it-uses",
+    "- return [self.step(number) for number in range(self.steps)]",
+    "+ records = [self.step(number) for number in range(self.steps)]",
+    "+ next(self.batches, None)",
+    "+ return records",
+    does="Takes a batch that nobody uses.",
+    seen="`for batch in loader: if step == steps: break`.",
+    unseen="The steps are right.",
+)
 
-    From: `for batch in loader: if step == steps: break`.
-    Unseen: The steps are right.
-    """
-
-    def run(self):
-        found = super().run()
-        next(self.batches, None)
-        return found
-
-
-@near_miss(
+TRAIN.near_miss(
     "training.floors",
-    rejected_by=("training.accumulation.refuses-a-remainder", "training.data.refuses-a-remainder"),
+    ("training.accumulation.refuses-a-remainder", "training.data.refuses-a-remainder"),
+    "- if whole % (micro * size):",
+    '-     raise ValueError(f"{whole} does not divide by {micro} * {size}")',
+    "- return whole // (micro * size)",
+    "+ return max(1, whole // (micro * size))",
+    does="Rounds the number of micro-batches down.",
+    seen="A course's trainer: global 6, micro 2, two ranks trains with 4.",
+    unseen="It trains.",
 )
-class Floors(PlainTrain):
-    """Rounds the number of micro-batches down.
 
-    From: A course's trainer: global 6, micro 2, two ranks trains with 4.
-    Unseen: It trains.
-    """
+TRAIN.near_miss(
+    "training.says-indivisible",
+    "training.accumulation.names-the-numbers",
+    '- raise ValueError(f"{whole} does not divide by {micro} * {size}")',
+    '+ raise ValueError("the batch does not divide into micro-batches")',
+    does="Refuses a remainder without saying of what.",
+    seen="assert global_batch % micro_batch == 0, and a word to it.",
+    unseen="It is an error, as it should be.",
+)
 
-    @staticmethod
-    def accumulation_steps(whole, micro, size):
-        return max(1, whole // (micro * size))
-
-
-@near_miss("training.says-indivisible", rejected_by="training.accumulation.names-the-numbers")
-class SaysIndivisible(PlainTrain):
-    """Refuses a remainder without saying of what.
-
-    From: assert global_batch % micro_batch == 0, and a word to it.
-    Unseen: It is an error, as it should be.
-    """
-
-    @staticmethod
-    def accumulation_steps(whole, micro, size):
-        if whole % (micro * size):
-            raise ValueError("the batch does not divide into micro-batches")
-        return whole // (micro * size)
-
-
-@near_miss(
+TRAIN.near_miss(
     "training.forgets-ranks",
-    rejected_by=(
-        "training.accumulation.fills-the-global-batch",
-        "training.data.takes-what-it-uses",
-    ),
+    ("training.accumulation.fills-the-global-batch", "training.data.takes-what-it-uses"),
+    "- return whole // (micro * size)",
+    "+ return whole // micro",
+    does="Each rank runs the whole global batch.",
+    seen="global_batch // micro_batch.",
+    unseen="The loss falls faster per step.",
 )
-class ForgetsRanks(PlainTrain):
-    """Each rank runs the whole global batch.
-
-    From: global_batch // micro_batch.
-    Unseen: The loss falls faster per step.
-    """
-
-    @staticmethod
-    def accumulation_steps(whole, micro, size):
-        if whole % (micro * size):
-            raise ValueError(f"{whole} does not divide by {micro} * {size}")
-        return whole // micro
 
 
 @near_miss("training.takes-partial-step", rejected_by="training.data.no-partial-step-in-silence")
@@ -98,18 +78,15 @@ class TakesPartialStep(PlainTrain):
         return super().window(index + self.missing)
 
 
-@near_miss("training.steps-on-nan", rejected_by="training.finite.spares-the-weights")
-class StepsOnNan(PlainTrain):
-    """Updates with NaN, and reports it.
-
-    From: clip_grad_norm_ without a look at what it returns.
-    Unseen: It shows in the next line of the log, when the weights are gone.
-    """
-
-    def clip(self):
-        with contextlib.suppress(RuntimeError):
-            return super().clip()
-        return math.nan
+TRAIN.near_miss(
+    "training.steps-on-nan",
+    "training.finite.spares-the-weights",
+    "- if norm != norm:  # the same on all ranks: gradients are",
+    '-     raise RuntimeError("the gradient is NaN")',
+    does="Updates with NaN, and reports it.",
+    seen="clip_grad_norm_ without a look at what it returns.",
+    unseen="It shows in the next line of the log, when the weights are gone.",
+)
 
 
 class WithTorchDdp(PlainTrain):
@@ -140,162 +117,125 @@ class NeverInside(WithTorchDdp):
         return contextlib.nullcontext()
 
 
-@near_miss(
+TRAIN.near_miss(
     "training.ends-alone",
-    rejected_by="training.data.ranks-end-together",
+    "training.data.ranks-end-together",
+    does="A rank whose data end raises by itself.",
+    seen="StopIteration on one rank, as in most loops.",
+    unseen="Loaders give every rank equally many batches.",
     outcomes=("hang", "failed"),
 )
-class EndsAlone(PlainTrain):
-    """A rank whose data end raises by itself.
 
-    From: StopIteration on one rank, as in most loops.
-    Unseen: Loaders give every rank equally many batches.
-    """
+TRAINER.near_miss(
+    "training.patched-no-compensation",
+    "training.gradient.equals-one-process",
+    "- scale = ranks.size / count",
+    "+ scale = 1 / count",
+    does="The mean over ranks divides a second time.",
+    seen="One line of the reference, changed.",
+    unseen="Adam does not feel a factor.",
+)
 
+TRAINER.near_miss(
+    "training.patched-leftovers",
+    "training.gradient.leftovers-do-not-count",
+    "- _drop_gradients(model, optimizer)",
+    "  try:",
+    does="Gradients from before enter the first step.",
+    seen="One line of the reference, changed.",
+    unseen="Tests begin with fresh parameters.",
+)
 
-@near_miss("training.patched-no-compensation", rejected_by="training.gradient.equals-one-process")
-class NoCompensation(Patched):
-    """The mean over ranks divides a second time.
+TRAINER.near_miss(
+    "training.patched-own-loss",
+    "training.records.loss",
+    "- loss = total / count",
+    "+ loss = own.item() / count",
+    does="Reports this rank's part of the loss.",
+    seen="One line of the reference, changed.",
+    unseen="With one rank it is the loss.",
+)
 
-    From: One line of the reference, changed.
-    Unseen: Adam does not feel a factor.
-    """
+TRAIN.near_miss(
+    "training.norm-after-clipping",
+    "training.records.norm-before-clipping",
+    "- return norm",
+    "+ return min(norm, limit)",
+    does="Reports the norm after clipping.",
+    seen="A norm that is computed once more for the log.",
+    unseen="It is max_norm in every line, and looks calm.",
+)
 
-    module = "solution.trainer"
-    find = "scale = ranks.size / count"
-    replace = "scale = 1 / count"
+TRAIN.near_miss(
+    "training.norm-of-largest",
+    "training.records.grad-norm",
+    "- return norm",
+    "+ return max(float(p.grad.norm()) for p in self.model.parameters() if p.grad is not None)",
+    does="Reports the largest parameter's norm.",
+    seen="max() where a norm of norms belongs.",
+    unseen="The order of magnitude is right.",
+)
 
+TRAIN.near_miss(
+    "training.last-loss",
+    "training.records.loss",
+    "- loss += self.micro_batch(index, batch, tokens)",
+    "+ share = tokens / max(1, self.count(batch)) / self.size",
+    "+ loss = share * self.micro_batch(index, batch, tokens)",
+    does="Reports the last micro-batch's mean.",
+    seen="loss.item() after the loop: transformers issue 35438.",
+    unseen="It is an honest loss of something.",
+)
 
-@near_miss("training.patched-leftovers", rejected_by="training.gradient.leftovers-do-not-count")
-class Leftovers(Patched):
-    """Gradients from before enter the first step.
+TRAIN.near_miss(
+    "training.counts-padding",
+    "training.records.tokens",
+    "- return self.record(loss=self.report(loss, tokens), lr=rate, grad_norm=norm, tokens=tokens)",
+    "+ loss = self.report(loss, tokens)",
+    "+ tokens = float(self.size * sum(batch[1].numel() for batch in micros))",
+    "+ return self.record(loss=loss, lr=rate, grad_norm=norm, tokens=tokens)",
+    does="Padding counts as tokens.",
+    seen="targets.numel().",
+    unseen="Without padding it is right.",
+)
 
-    From: One line of the reference, changed.
-    Unseen: Tests begin with fresh parameters.
-    """
+TRAIN.near_miss(
+    "training.last-record",
+    "training.records.one-per-step",
+    "- return [self.step(number) for number in range(self.steps)]",
+    "+ return [self.step(number) for number in range(self.steps)][-1:]",
+    does="Returns the last step's record only.",
+    seen="A list that is made anew inside the loop: efficient-dl-systems, week 5.",
+    unseen="A parity test compared one step and believed it was five.",
+)
 
-    module = "solution.trainer"
-    find = "    _drop_gradients(model, optimizer)\n    try:"
-    replace = "    try:"
+TRAIN.near_miss(
+    "training.rate-per-micro-batch",
+    "training.rate.pure-function-of-the-step",
+    "- self.set_rate(number)",
+    "+ self.set_rate(number * self.accumulate)",
+    does="The schedule counts micro-batches.",
+    seen="accelerate issue 963.",
+    unseen="Without accumulation it is right.",
+)
 
+TRAIN.near_miss(
+    "training.rate-per-rank",
+    "training.rate.pure-function-of-the-step",
+    "- self.set_rate(number)",
+    "+ self.set_rate(number * self.size)",
+    does="The schedule runs W times as fast.",
+    seen="accelerate issue 1382, diffusers issue 3954.",
+    unseen="On one process it is right.",
+)
 
-@near_miss("training.patched-own-loss", rejected_by="training.records.loss")
-class PatchedOwnLoss(Patched):
-    """Reports this rank's part of the loss.
-
-    From: One line of the reference, changed.
-    Unseen: With one rank it is the loss.
-    """
-
-    module = "solution.trainer"
-    find = "loss = total / count"
-    replace = "loss = own.item() / count"
-
-
-@near_miss("training.norm-after-clipping", rejected_by="training.records.norm-before-clipping")
-class NormAfterClipping(PlainTrain):
-    """Reports the norm after clipping.
-
-    From: A norm that is computed once more for the log.
-    Unseen: It is max_norm in every line, and looks calm.
-    """
-
-    def clip(self):
-        norm = super().clip()
-        return norm if self.max_norm is None else min(norm, self.max_norm)
-
-
-@near_miss("training.norm-of-largest", rejected_by="training.records.grad-norm")
-class NormOfLargest(PlainTrain):
-    """Reports the largest parameter's norm.
-
-    From: max() where a norm of norms belongs.
-    Unseen: The order of magnitude is right.
-    """
-
-    def clip(self):
-        super().clip()
-        norms = [float(p.grad.norm()) for p in self.model.parameters() if p.grad is not None]
-        return max(norms)
-
-
-@near_miss("training.last-loss", rejected_by="training.records.loss")
-class LastLoss(PlainTrain):
-    """Reports the last micro-batch's mean.
-
-    From: loss.item() after the loop: transformers issue 35438.
-    Unseen: It is an honest loss of something.
-    """
-
-    def micro_batch(self, index, batch, tokens):
-        loss = super().micro_batch(index, batch, tokens)
-        share = tokens / max(1, self.count(batch)) / self.size
-        return loss * share if index == self.accumulate - 1 else 0.0
-
-
-@near_miss("training.counts-padding", rejected_by="training.records.tokens")
-class AllTokens(PlainTrain):
-    """Padding counts as tokens.
-
-    From: targets.numel().
-    Unseen: Without padding it is right.
-    """
-
-    def record(self, **fields):
-        return fields | {"tokens": float(self.size * self.accumulate * self.numel)}
-
-    def count(self, batch):
-        self.numel = batch[1].numel()
-        return super().count(batch)
-
-
-@near_miss("training.last-record", rejected_by="training.records.one-per-step")
-class LastRecord(PlainTrain):
-    """Returns the last step's record only.
-
-    From: A list that is made anew inside the loop: efficient-dl-systems, week 5.
-    Unseen: A parity test compared one step and believed it was five.
-    """
-
-    def run(self):
-        return super().run()[-1:]
-
-
-@near_miss("training.rate-per-micro-batch", rejected_by="training.rate.pure-function-of-the-step")
-class StepsPerMicroBatch(PlainTrain):
-    """The schedule counts micro-batches.
-
-    From: accelerate issue 963.
-    Unseen: Without accumulation it is right.
-    """
-
-    def set_rate(self, number):
-        super().set_rate(number * self.accumulate)
-
-
-@near_miss("training.rate-per-rank", rejected_by="training.rate.pure-function-of-the-step")
-class StepsPerRank(PlainTrain):
-    """The schedule runs W times as fast.
-
-    From: accelerate issue 1382, diffusers issue 3954.
-    Unseen: On one process it is right.
-    """
-
-    def set_rate(self, number):
-        super().set_rate(number * self.size)
-
-
-@near_miss("training.reports-next-rate", rejected_by="training.rate.reported-is-used")
-class ReportsNextRate(PlainTrain):
-    """Reports the rate of the next step.
-
-    From: get_last_lr() after scheduler.step(), in a course's loop.
-    Unseen: The curve is shifted by one.
-
-    The scheduler moves on before its rate is read.
-    """
-
-    def step(self, number):
-        found = super().step(number)
-        super().set_rate(number + 1)
-        return found | {"lr": self.rate()}
+TRAIN.near_miss(
+    "training.reports-next-rate",
+    "training.rate.reported-is-used",
+    "  self.optimizer.step()",
+    "+ self.set_rate(number + 1)",
+    "+ rate = self.rate()",
+    does="Reports the rate of the next step.",
+    seen="get_last_lr() after scheduler.step(), in a course's loop.",
+    unseen="The curve is shifted by one.",
+)
