@@ -124,7 +124,7 @@ LOOP.near_miss(
 LOOP.near_miss(
     "training.norm-of-the-sum",
     "training.records.grad-norm",
-    "  self.after_step(number)",
+    "  self.optimizer.step()",
     "+ norm *= self.accumulate",
     does="Reports the norm of the sum over micro-batches, of which the mean is used.",
     seen="trl issue 2456.",
