@@ -112,21 +112,18 @@ class ScalesKeysInPlace(PlainAttention):
         return found
 
 
-@near_miss("attention.leaves-blind-rows", rejected_by="attention.autograd.fills-its-buffers")
-class LeavesBlindRows(PlainAttention):
-    """Leaves rows that see nothing as the allocator gave them.
-
-    From: `empty_like`, and no program for a tile without work; flash-attn issue 2324.
-    Unseen: Fresh memory is zero.
-    """
-
-    def forward(self, q, k, v, causal, scale):
-        out, lse = super().forward(q, k, v, causal, scale)
-        blind = max(0, q.shape[2] - k.shape[2]) if causal else 0
-        made = torch.empty_like(out)
-        made[:, :, blind:] = out[:, :, blind:]
-        return made, lse
-
+PLAIN.near_miss(
+    "attention.leaves-blind-rows",
+    "attention.autograd.fills-its-buffers",
+    "      lse[:, :, rows.start : rows.stop] = self.lse_of(m, norm)",
+    "+ blind = max(0, q.shape[2] - k.shape[2]) if causal else 0",
+    "+ made = torch.empty_like(out)",
+    "+ made[:, :, blind:] = out[:, :, blind:]",
+    "+ out = made",
+    does="Leaves rows that see nothing as the allocator gave them.",
+    seen="`empty_like`, and no program for a tile without work; flash-attn issue 2324.",
+    unseen="Fresh memory is zero.",
+)
 
 PLAIN.near_miss(
     "attention.tiles-by-turns",
@@ -149,21 +146,16 @@ PLAIN.near_miss(
     unseen="The difference is rounding.",
 )
 
-
-@near_miss("attention.keeps-probabilities", rejected_by="attention.memory.keeps-no-scores")
-class KeepsProbabilities(PlainAttention):
-    """Keeps the probabilities after the forward.
-
-    From: A tensor kept for a look at the attention map.
-    Unseen: The values are right.
-    """
-
-    def __call__(self, q, k, v, **options):
-        found = super().__call__(q, k, v, **options)
-        group = q.shape[-3] // max(1, k.shape[-3]) if q.ndim == 4 else 1
-        scores = q.detach() @ k.detach().repeat_interleave(group, -3).mT
-        (found[0] if options.get("return_lse") else found).probabilities = scores.softmax(-1)
-        return found
+PLAIN.near_miss(
+    "attention.keeps-probabilities",
+    "attention.memory.keeps-no-scores",
+    "+ heads = self.kv_heads_of(q.shape[1], k.shape[1])",
+    "+ out.probabilities = (q.detach() @ k.detach()[:, heads].mT).softmax(-1)",
+    '  return (out, lse) if options.get("return_lse") else out',
+    does="Keeps the probabilities after the forward.",
+    seen="A tensor kept for a look at the attention map.",
+    unseen="The values are right.",
+)
 
 
 @near_miss(

@@ -217,35 +217,27 @@ class TwoPasses(PlainAttention):
     Finds the maximum of a row first and sums with it afterwards: nothing is rescaled.
     """
 
+    exp, unit = staticmethod(torch.exp), 1.0  # powers of a base, and its logarithm of e
+
     def row_block(self, q, k, v, rows, causal, scale):
         at = slice(rows.start, rows.stop)
-        s = self.scores(q[:, :, at], k, scale)
+        s = self.scores(q[:, :, at], k, scale * self.unit)
         if causal:
             s = self.masked(s, rows, range(k.shape[2]), k.shape[2] - q.shape[2])
         least = s.new_full((*s.shape[:-1], 1), -torch.inf)
         m = torch.cat([s, least], dim=-1).amax(dim=-1)
-        p = torch.exp(s - self.safe(m)[..., None])
-        return self.dot(self.narrow(p, q.dtype), v), m, p.sum(dim=-1)
+        p = self.exp(s - self.safe(m)[..., None])
+        return self.dot(self.narrow(p, q.dtype), v), m / self.unit, p.sum(dim=-1)
 
 
 @benign("benign.attention-base-2")
-class Base2(PlainAttention):
+class Base2(TwoPasses):
     """Computes in base two, answers in base e.
 
     Exponentials and statistics of base two inside, the natural logarithm outside.
     """
 
-    log2e = 1.4426950408889634
-
-    def row_block(self, q, k, v, rows, causal, scale):
-        at = slice(rows.start, rows.stop)
-        s = self.scores(q[:, :, at], k, scale * self.log2e)
-        if causal:
-            s = self.masked(s, rows, range(k.shape[2]), k.shape[2] - q.shape[2])
-        least = s.new_full((*s.shape[:-1], 1), -torch.inf)
-        m = torch.cat([s, least], dim=-1).amax(dim=-1)
-        p = torch.exp2(s - self.safe(m)[..., None])
-        return self.dot(self.narrow(p, q.dtype), v), m / self.log2e, p.sum(dim=-1)
+    exp, unit = staticmethod(torch.exp2), 1.4426950408889634
 
 
 PLAIN.benign(

@@ -1,7 +1,6 @@
 """Near-misses of attention's values: the softmax, the scale, the sums, the log-sum-exp."""
 
-from spec_tests.museum.card import Source, near_miss
-from spec_tests.plain.attention import PlainAttention
+from spec_tests.museum.card import Source
 
 PLAIN = Source("spec_tests.plain.attention")
 
@@ -155,27 +154,19 @@ PLAIN.near_miss(
     unseen="In float32 it is the same.",
 )
 
-
-@near_miss(
+PLAIN.near_miss(
     "attention.returns-maximum",
-    rejected_by=(
+    (
         "attention.forward.lse-values",
         "attention.forward.lse",
         "attention.laws.split-keys-merge",
         "attention.laws.doubled-keys",
     ),
+    "  out, lse = self.apply(q, k, v, causal, scale)",
+    '+ if options.get("return_lse"):',
+    "+     heads = self.kv_heads_of(q.shape[1], k.shape[1])",
+    "+     lse = (q.float() @ k[:, heads].float().mT * scale).amax(dim=-1)",
+    does="Returns the row's maximum for the log-sum-exp.",
+    seen="Two statistics, m and L, under one name.",
+    unseen="The backward has the right one.",
 )
-class ReturnsMaximum(PlainAttention):
-    """Returns the row's maximum for the log-sum-exp.
-
-    From: Two statistics, m and L, under one name.
-    Unseen: The backward has the right one.
-    """
-
-    def __call__(self, q, k, v, **options):
-        found = super().__call__(q, k, v, **options)
-        if not options.get("return_lse"):
-            return found
-        group = q.shape[-3] // k.shape[-3]
-        s = q.float() @ k.repeat_interleave(group, -3).float().transpose(-1, -2)
-        return found[0], (s * self.scale_of(options.get("scale"), q.shape[-1])).amax(dim=-1)
