@@ -10,13 +10,6 @@ from spec_tests.plain.attention import PlainAttention, Tensor
 PLAIN = Source("spec_tests.plain.attention")
 
 
-def _contiguous_strides(shape):
-    strides = [1]
-    for size in reversed(shape[1:]):
-        strides.insert(0, strides[0] * size)
-    return strides
-
-
 PLAIN.near_miss(
     "attention.reads-do-as-contiguous",
     (

@@ -19,9 +19,6 @@ from spec_tests.plain.attention import PlainAttention
 
 PLAIN = Source("spec_tests.plain.attention")
 
-Pair = tuple[torch.Tensor, torch.Tensor]
-Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-
 
 class Operator(PlainAttention):
     """The plain attention as two operators, with all that PyTorch asks of such."""
