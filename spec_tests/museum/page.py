@@ -75,7 +75,7 @@ def render(clauses: Sequence[Clause]) -> str:
     cards = [card for card in CATALOGUE.values() if card is not FORCED_FAILURE]
     near_misses = [card for card in cards if not card.is_benign]
     benign = [card for card in cards if card.is_benign]
-    real = sum(bool(_links(card.seen)) for card in near_misses)
+    real = sum(bool(_links(card.seen) or _reports(card)) for card in near_misses)
     lines = [
         _OPENING,
         f"{len(near_misses)} near-misses, {real} of them after a public issue or pull request; "
@@ -123,9 +123,15 @@ def _entry(card: Impostor) -> list[str]:
         f"**`{card.id}`** {_sentence(card.does)}  ",
         f"From: {linked(_sentence(card.seen))}  ",
         f"Unseen: {_sentence(card.unseen)}  ",
-        f"Rejected by {clauses}",
+        f"Rejected by {clauses}{_reports(card)}",
         "",
     ]
+
+
+def _reports(card: Impostor) -> str:
+    """The listed bugs that it shows."""
+    links = [f"[{b.id}]({b.link})" for b in bugs.bugs().values() if b.card == card.id]
+    return f"  \nListed as {', '.join(links)}" if links else ""
 
 
 def _sentence(words: str) -> str:
