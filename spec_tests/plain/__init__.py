@@ -1,7 +1,7 @@
 """Plain implementations: the shortest right code for each function of the contract.
 
-Read these to understand an algorithm; `solution` shows it fast. One file per algorithm, each with
-every decision in a method of its own, and written apart from `solution`:
+Read these to understand an algorithm; `solution` shows it fast. One file per algorithm, written
+apart from `solution`:
 
     ddp            gradients averaged in buckets          train        the loop around it
     zero1          optimizer state divided                checkpoint   save and resume
@@ -13,8 +13,8 @@ every decision in a method of its own, and written apart from `solution`:
 
     python -m spec_tests --impl plain
 
-judges them: they conform at level `correct`. The near-misses in `spec_tests/museum` are
-subclasses that override one method.
+judges them: they conform at level `correct`. Most near-misses in `spec_tests/museum` change a line
+or a few of these, the others override a method. `BASES` holds the classes that offer functions.
 """
 
 from spec_tests.plain.attention import PlainAttention
