@@ -14,7 +14,6 @@
     python -m spec_tests mutants [...]          judge small changes of a module, made by machine
     python -m spec_tests league [...]           the table of the libraries that were judged
     python -m spec_tests bench NAME [...]       time and memory, beside PyTorch's own
-    python -m spec_tests reality [...]          see how many real bugs it rejects
     python -m spec_tests watch [...] -- COMMAND  judge a training script while it trains
     python -m spec_tests submit cs336:PATH OUT.zip  judge a course's checkout, pack the hand-in
     python -m spec_tests autograder DIR [...]   files for Gradescope and GitHub that judge hand-ins
@@ -55,7 +54,6 @@ COMMANDS = {
     "kills": "spec_tests.tests.reference.kills",
     "league": "spec_tests.impls.league",
     "new": "spec_tests.contract.skeletons.__main__",
-    "reality": "spec_tests.museum.reality.command",
     "report": "spec_tests.rig.report.command",
     "repro": "spec_tests.rig.repro.__main__",
     "signatures": "spec_tests.museum.signatures",

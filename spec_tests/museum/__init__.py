@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
+from difflib import get_close_matches
 from types import SimpleNamespace
 from typing import Any
 
 from spec_tests.contract import FUNCTIONS
-from spec_tests.museum import catalogue
+from spec_tests.museum import bugs, catalogue
 from spec_tests.museum.card import Functions, Impostor
 from spec_tests.museum.patching import forget, package_of, patched
 from spec_tests.rig.target import Target, import_target
@@ -62,20 +63,15 @@ def find(words: str) -> Impostor:
     """
     if words == REFERENCE.id:
         return REFERENCE
-    if words.startswith("reality."):
-        from spec_tests.museum import reality  # a list of its own, made of cards like these
-
-        return reality.find(words)
     if words.startswith("mutant."):
         from spec_tests.museum import mutants
 
         return mutants.find(words)
-    if words not in CATALOGUE:
-        from difflib import get_close_matches
-
-        near = get_close_matches(words, CATALOGUE, n=3, cutoff=0.3)
+    known = bugs.cards() if words.startswith(bugs.PREFIX) else CATALOGUE
+    if words not in known:
+        near = get_close_matches(words, known, n=3, cutoff=0.3)
         raise ValueError(f"no impostor {words!r}; close to it: {', '.join(near) or 'none'}")
-    return CATALOGUE[words]
+    return known[words]
 
 
 def rejected_by() -> dict[str, Sequence[str]]:

@@ -86,7 +86,7 @@ def function_of(card: Impostor) -> Function:
 
 def verdicts(card: Impostor) -> tuple[str, str]:
     """What the course's test and the tutorial's say: "accepts" or "rejects"."""
-    if card.patches:
+    if card.functions is None:
         command = [sys.executable, "-m", __spec__.name, card.id]
         ended = subprocess.run(command, capture_output=True, text=True)
         # Nothing was said where the process died of what it read or wrote.

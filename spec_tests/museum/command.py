@@ -5,9 +5,9 @@ python -m spec_tests impostors --repeat 20          20 times each: a rejection b
 python -m spec_tests impostors --accepted           benign ones, and a sample of other chapters
 python -m spec_tests impostors --full               both, and all of the other chapters: an hour
 python -m spec_tests impostors --only 'ddp.no-*'    some of them
+python -m spec_tests impostors --only 'reality.*'   bugs that users reported, see `bugs`
 python -m spec_tests impostors --margins            and how far errors and noise are from tolerances
 python -m spec_tests impostors --transport sim      on simulated ranks: how each fault is noticed
-python -m spec_tests impostors --transport sim --rate 100    and how often, on sim and on gloo
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import os
 import random
 from collections.abc import Sequence
 
-from spec_tests.museum import CATALOGUE, FORCED_FAILURE, REFERENCE
+from spec_tests.museum import CATALOGUE, FORCED_FAILURE, REFERENCE, bugs
 from spec_tests.museum.card import Impostor
 from spec_tests.museum.crew import Crew, Job, Verdict, serve
 from spec_tests.museum.matrix import owed_by_benign, unrelated_clauses
@@ -52,7 +52,6 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--margins", action="store_true", help="of each clause about numbers")
     parser.add_argument("--transport", choices=("gloo", "sim"), default="gloo", help="of the ranks")
-    parser.add_argument("--rate", type=int, default=0, help="rejections of so many, sim and gloo")
     parser.add_argument("--only", default="*", help="glob over impostor ids")
     parser.add_argument(
         "--side-by-side", type=int, default=os.cpu_count() or 1, help="processes; one per core"
@@ -61,7 +60,8 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     if options.serve:
         return serve_as_ranks_expect()
-    chosen = [i for i in CATALOGUE.values() if fnmatch.fnmatchcase(i.id, options.only)]
+    known = bugs.cards() if options.only.startswith(bugs.PREFIX) else CATALOGUE
+    chosen = [i for i in known.values() if fnmatch.fnmatchcase(i.id, options.only)]
     if not chosen:
         chapters = sorted({f"{name.partition('.')[0]}.*" for name in CATALOGUE})
         print(f"--only {options.only}: no impostor matches; try one of {', '.join(chapters)}")
@@ -108,15 +108,9 @@ def jobs(impostor: Impostor, options: argparse.Namespace) -> list[Job]:
     clauses = [clause.id for clause in _owed(impostor, options)]
     shares = [tuple(clauses[i : i + SHARE]) for i in range(0, len(clauses), SHARE)]
     repeat = 0 if impostor.is_benign or options.accepted else options.repeat
+    how = (options.transport, options.brief)
     return [
-        Job(
-            impostor.id,
-            repeat if not i else 0,
-            share,
-            options.transport,
-            options.rate,
-            options.brief,
-        )
+        Job(impostor.id, repeat if not i else 0, share, *how)
         for i, share in enumerate(shares or [()])
     ]
 
@@ -142,10 +136,6 @@ def _report(impostor: Impostor, verdicts: Sequence[Verdict], options: argparse.N
         names = f"accepted by {len(_owed(impostor, options))} clauses"
     duration_s = sum(verdict.duration_s for verdict in verdicts)
     print(f"{word:9} {impostor.id:36} {duration_s:6.1f} s  {names}", flush=True)
-    for verdict in verdicts:
-        for name, rates in verdict.rates.items():
-            often = ", ".join(f"{rate} of {options.rate} on {t}" for t, rate in rates.items())
-            print(f"{'':10}{name}: rejected {often}", flush=True)
     return complaints
 
 

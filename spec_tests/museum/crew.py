@@ -34,7 +34,6 @@ class Job:
         repeat: how often each clause that it names must reject it.
         accepted_by: ids of the clauses that must let it pass.
         transport: where the ranks live.
-        rate: if not 0, how often each case that rejects it on sim is tried, on sim and on gloo.
         brief: whether it must be accepted in one case of each clause, on two ranks.
         signature: whether to take its signature, see `signatures`.
     """
@@ -43,7 +42,6 @@ class Job:
     repeat: int = 0
     accepted_by: tuple[str, ...] = ()
     transport: str = "gloo"
-    rate: int = 0
     brief: bool = False
     signature: bool = False
 
@@ -57,7 +55,6 @@ class Verdict:
         margins: clause to the largest error that it saw over its tolerance, if it is of numbers.
         observations: clause to what it found, without numbers.
         modes: clause to how it noticed: "assertion", "deadlock", "mismatch", "un-waited", ...
-        rates: clause to how often it rejected, per transport.
         symptoms, seconds: its signature, and what the clauses took.
     """
 
@@ -67,7 +64,6 @@ class Verdict:
     observations: dict[str, str]
     duration_s: float
     modes: dict[str, str] = field(default_factory=dict)
-    rates: dict[str, dict[str, int]] = field(default_factory=dict)
     symptoms: dict[str, str] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
 
@@ -77,7 +73,6 @@ def do(job: Job, worlds: Worlds) -> Verdict:
     begun = time.perf_counter()
     complaints: list[str] = []
     findings: list[matrix.Finding] = []
-    rates: dict[str, dict[str, int]] = {}
     symptoms: dict[str, str] = {}
     seconds: dict[str, float] = {}
     try:
@@ -86,8 +81,6 @@ def do(job: Job, worlds: Worlds) -> Verdict:
             found = matrix.rejections(impostor, worlds)
             complaints += matrix.must_reject(found)
             findings += found
-        if job.rate:
-            rates = {f.clause.id: matrix.rates(f, worlds, job.rate) for f in findings}
         found = [
             matrix.probe(clauses[name], impostor, worlds, brief=job.brief)
             for name in job.accepted_by
@@ -104,8 +97,8 @@ def do(job: Job, worlds: Worlds) -> Verdict:
     observations = {f.clause.id: f.observation for f in findings}
     modes = {f.clause.id: f.decisive.mode for f in findings if f.decisive is not None}
     duration_s = time.perf_counter() - begun
-    found_otherwise = (modes, rates, symptoms, seconds)
-    return Verdict(job.impostor, complaints, margins, observations, duration_s, *found_otherwise)
+    taken = (modes, symptoms, seconds)
+    return Verdict(job.impostor, complaints, margins, observations, duration_s, *taken)
 
 
 class Crew:

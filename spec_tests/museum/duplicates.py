@@ -4,8 +4,8 @@
 
 Written alike: the same clauses must reject them in the same ways, and what they bring besides the
 bases of their chapter is the same text but for names and one token in ten. What a near-miss brings
-is the source of its class and of what that names and inherits in files of near-misses. Seen alike:
-those clauses find the same in the same case, numbers aside.
+is its difference, or the source of its class and of those that it inherits in files of near-misses.
+Seen alike: those clauses find the same in the same case, numbers aside.
 
 The first needs no ranks and leaves a handful of pairs for the second. Two that are seen alike and
 written differently both stay: clauses observe little, and it is the writing that is repeated.
@@ -21,8 +21,6 @@ import itertools
 import os
 import re
 import tokenize
-import types
-from collections.abc import Iterator
 from typing import Any
 
 from spec_tests.museum import CATALOGUE
@@ -60,48 +58,28 @@ def likeness(one: list[str], other: list[str]) -> float:
 def tokens_of(card: Impostor) -> list[str]:
     """What the near-miss changes, in tokens."""
     if card.patches:
-        return re.findall(r"\w+|[^\w\s]", " ".join(itertools.chain(*card.patches)))
-    tokens: list[str] = []
-    for text in dict.fromkeys(_texts(card.code, set())):
-        tokens += split(text)
-    return tokens
+        return [token for _, *lines in card.patches for token in _changed(*lines)]
+    own = [each for each in getattr(card.code, "__mro__", ()) if _is_own(each)]
+    return [token for each in own for token in split(_source(each))]
 
 
-def _texts(thing: Any, visited: set[int]) -> Iterator[str]:
-    """Sources of the classes and functions that `thing` reaches in files of near-misses."""
-    if id(thing) in visited or not _is_own(thing):
-        return
-    visited.add(id(thing))
-    yield _source(thing)
-    members = [thing] if isinstance(thing, types.FunctionType) else [*vars(thing).values()]
-    for parent in getattr(thing, "__mro__", ()):
-        yield from _texts(parent, visited)
-    for member in members:
-        function = getattr(member, "__func__", member)
-        function = inspect.unwrap(function) if callable(function) else function
-        if isinstance(function, types.FunctionType) and _is_own(function):
-            yield from _named(function.__code__, function.__globals__, visited)
+def _changed(before: str, after: str) -> list[str]:
+    """The tokens that go and those that come, in their order."""
+    goes, comes = (re.findall(r"\w+|[^\w\s]", text) for text in (before, after))
+    steps = difflib.SequenceMatcher(None, goes, comes, autojunk=False).get_opcodes()
+    of = [(*goes[a:b], *comes[c:d]) for kind, a, b, c, d in steps if kind != "equal"]
+    return [*itertools.chain(*of)]
 
 
-def _source(thing: Any) -> str:
-    """The text without the decorators of a class, which is the card's."""
-    text = inspect.getsource(thing)
-    return text[text.index("class ") :] if inspect.isclass(thing) else text
-
-
-def _named(code: types.CodeType, names: dict[str, Any], visited: set[int]) -> Iterator[str]:
-    inner = [const for const in code.co_consts if isinstance(const, types.CodeType)]
-    for each in (code, *inner):
-        for name in each.co_names:
-            found = names.get(name)
-            if inspect.isclass(found) or isinstance(found, types.FunctionType):
-                yield from _texts(found, visited)
-
-
-def _is_own(thing: Any) -> bool:
+def _is_own(kind: type) -> bool:
     """Whether it is in a file of near-misses, and not among the bases that they share."""
-    module = getattr(thing, "__module__", "") or ""
-    return module.startswith("spec_tests.museum.catalogue.")
+    return kind.__module__.startswith("spec_tests.museum.catalogue.")
+
+
+def _source(kind: type) -> str:
+    """The text without the decorators, which are the card's."""
+    text = inspect.getsource(kind)
+    return text[text.index("class ") :]
 
 
 def split(text: str) -> list[str]:

@@ -81,7 +81,7 @@ def probe(clause: Clause, impostor: Impostor, worlds: Worlds, *, brief: bool = F
     """
     finding = Finding(clause, impostor)
     target = target_of(impostor)
-    own = brought_by(impostor) & {*clause.judges}
+    own = impostor.brings & {*clause.judges}
     worlds = Alone(impostor, worlds) if impostor.alone else worlds
     cases = [case for case in clause.cases() if not own or case["subject"] in own]
     for case in _some(cases, f"{impostor.id} {clause.id}") if brief else cases:
@@ -122,11 +122,6 @@ def named_clauses(impostor: Impostor) -> list[Clause]:
     return [clauses[name] for name in impostor.rejected_by]
 
 
-def brought_by(impostor: Impostor) -> set[str]:
-    """The contract functions that it replaces; none if it patches the reference."""
-    return impostor.brings
-
-
 def _observable() -> list[Clause]:
     """The clauses that ranks on a CPU can observe."""
     return [c for c in by_id().values() if {"gloo", "sim"} & {*c.transports}]
@@ -139,7 +134,7 @@ def owed_by_benign(impostor: Impostor) -> list[Clause]:
 
     What saves must know what it saves: a clause on both is owed by whoever brings both.
     """
-    brought = brought_by(impostor)
+    brought = impostor.brings
     both = {"sharded_optimizer", "save_checkpoint"}
     return [
         clause
@@ -159,7 +154,7 @@ def unrelated_clauses(impostor: Impostor, limit: int | None = None) -> list[Clau
     """
     chapter = impostor.id.partition(".")[0]
     related = RELATED.get(chapter, {chapter})
-    brought = brought_by(impostor)
+    brought = impostor.brings
     found = [c for c in _observable() if c.chapter not in related and not brought & {*c.judges}]
     if limit is None:
         return found
@@ -171,22 +166,6 @@ def rejections(impostor: Impostor, worlds: Worlds) -> list[Finding]:
     named = named_clauses(impostor) if impostor.is_here else []
     seen = [c for c in named if c.transport_on(worlds.transport) in c.transports]
     return [probe(clause, impostor, worlds) for clause in seen]
-
-
-def rates(finding: Finding, worlds: Worlds, times: int) -> dict[str, int]:
-    """How often the case that rejects an impostor does so on sim, and on gloo without schedules."""
-    found = finding.decisive
-    if found is None:
-        return {}
-    clause, target = finding.clause, target_of(finding.impostor)
-    (case,) = [case for case in clause.cases() if clause.label(case) == found.case]
-    return {
-        transport: sum(
-            run_case(clause, target, case, worlds, transport=transport).mode != ""
-            for _ in range(times)
-        )
-        for transport in ("sim", "gloo")
-    }
 
 
 def must_reject(findings: Sequence[Finding]) -> list[str]:

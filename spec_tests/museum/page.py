@@ -8,9 +8,9 @@ what is not in that table is left as it is, so no link is a guess.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 
-from spec_tests.museum import CATALOGUE, FORCED_FAILURE
+from spec_tests.museum import CATALOGUE, FORCED_FAILURE, bugs, rejected_by
 from spec_tests.museum.card import Impostor
 from spec_tests.rig.clause import Clause
 from spec_tests.rig.ledger import CHAPTERS
@@ -19,42 +19,30 @@ from spec_tests.rig.target import PACKAGE_ROOT
 PATH = PACKAGE_ROOT / "museum" / "README.md"
 
 REPOSITORIES = {
-    "accelerate": "huggingface/accelerate",
-    "build-nanogpt": "karpathy/build-nanogpt",
-    "DeepSpeed": "deepspeedai/DeepSpeed",
+    **{bug.repository.partition("/")[2]: bug.repository for bug in bugs.bugs().values()},
     "diffusers": "huggingface/diffusers",
     "fairscale": "facebookresearch/fairscale",
     "flash-attn": "Dao-AILab/flash-attention",
-    "flashoptim": "databricks/flashoptim",
-    "FunASR": "modelscope/FunASR",
     "hyper-parallel": "mindspore-ai/hyper-parallel",
-    "KempnerForge": "KempnerInstitute/KempnerForge",
     "levanter": "marin-community/levanter",
     "Lightning": "Lightning-AI/pytorch-lightning",
     "llm.c": "karpathy/llm.c",
-    "Megatron-LM": "NVIDIA/Megatron-LM",
-    "miles_diffusion": "radixark/miles_diffusion",
     "nanoGPT": "karpathy/nanoGPT",
     "NSA-Triton": "XunhaoLai/native-sparse-attention-triton",
-    "open-instruct": "allenai/open-instruct",
     "picotron": "huggingface/picotron",
     "PiPPy": "pytorch/PiPPy",
     "PyTorch": "pytorch/pytorch",
-    "pytorch": "pytorch/pytorch",
     "SageAttention": "thu-ml/SageAttention",
     "sentence-transformers": "huggingface/sentence-transformers",
     "speechturn": "howervoo/speechturn",
     "torch": "pytorch/pytorch",
+    "torchdata": "meta-pytorch/data",
     "torchrec": "meta-pytorch/torchrec",
-    "torchtitan": "pytorch/torchtitan",
     "torchtune": "meta-pytorch/torchtune",
-    "transformers": "huggingface/transformers",
     "Triton": "triton-lang/triton",
-    "VeOmni": "ByteDance-Seed/VeOmni",
-    "verl": "verl-project/verl",
     "vLLM": "vllm-project/vllm",
 }
-"""How cards call a project, and where it is."""
+"""How cards call a project, and where it is; by its name those in which a listed bug was found."""
 
 _THREADS = re.compile(
     r"(?P<name>[\w.-]+) (?P<kind>issues?|pull requests?) (?P<numbers>\d+(?:(?:, | and )\d+)*)"
@@ -87,7 +75,7 @@ def render(clauses: Sequence[Clause]) -> str:
     cards = [card for card in CATALOGUE.values() if card is not FORCED_FAILURE]
     near_misses = [card for card in cards if not card.is_benign]
     benign = [card for card in cards if card.is_benign]
-    real = sum(bool(_links(card.seen)) for card in near_misses)
+    real = sum(bool(_links(card.seen) or _reports(card)) for card in near_misses)
     lines = [
         _OPENING,
         f"{len(near_misses)} near-misses, {real} of them after a public issue or pull request; "
@@ -101,18 +89,9 @@ def render(clauses: Sequence[Clause]) -> str:
     lines += ["", "## Right but unusual", "", _BENIGN]
     lines += [f"- **`{card.id}`** {linked(card.does)}" for card in benign]
     lines += ["", "## Clauses without an impostor", "", _WITHOUT]
-    lines += [f"- `{clause.id}`: {clause.no_impostor}." for clause in without(clauses)]
+    named = rejected_by()
+    lines += [f"- `{c.id}`: {c.no_impostor}." for c in clauses if c.id not in named]
     return "\n".join(lines) + "\n"
-
-
-def without(
-    clauses: Iterable[Clause], rejected_by: Mapping[str, Sequence[str]] | None = None
-) -> list[Clause]:
-    """The clauses that no impostor names."""
-    from spec_tests import museum
-
-    named = museum.rejected_by() if rejected_by is None else rejected_by
-    return [clause for clause in clauses if clause.id not in named]
 
 
 def linked(text: str) -> str:
@@ -144,9 +123,15 @@ def _entry(card: Impostor) -> list[str]:
         f"**`{card.id}`** {_sentence(card.does)}  ",
         f"From: {linked(_sentence(card.seen))}  ",
         f"Unseen: {_sentence(card.unseen)}  ",
-        f"Rejected by {clauses}",
+        f"Rejected by {clauses}{_reports(card)}",
         "",
     ]
+
+
+def _reports(card: Impostor) -> str:
+    """The listed bugs that it shows."""
+    links = [f"[{b.id}]({b.link})" for b in bugs.bugs().values() if b.card == card.id]
+    return f"  \nListed as {', '.join(links)}" if links else ""
 
 
 def _sentence(words: str) -> str:

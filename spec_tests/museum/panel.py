@@ -14,7 +14,7 @@ from typing import Any
 from spec_tests.museum import CATALOGUE, REFERENCE
 from spec_tests.museum.alone import Alone
 from spec_tests.museum.card import Impostor
-from spec_tests.museum.matrix import brought_by, by_id, named_clauses, probe, target_of
+from spec_tests.museum.matrix import by_id, named_clauses, probe, target_of
 from spec_tests.rig.clause import TELLING_SIZE, Clause
 from spec_tests.rig.judge.runner import CaseResult, run_case
 from spec_tests.rig.outcomes import SILENT, Outcome
@@ -64,7 +64,7 @@ def take(impostor: Impostor, worlds: Worlds) -> tuple[Signature, dict[str, float
         if "gloo" in clause.transports:
             _note(found, clause, probe(clause, impostor, worlds).decisive)
     where = Alone(impostor, worlds) if impostor.alone else worlds
-    chapter, brought = chapter_of(impostor), brought_by(impostor)
+    chapter, brought = chapter_of(impostor), impostor.brings
     usual, usual_s = _of_base(chapter, frozenset(brought))
     left_out = {*found} | {clause for clause, took in usual_s.items() if took > SLOW_S}
     others, _ = _judge(target_of(impostor), where, chapter, brought, left_out)
@@ -75,7 +75,7 @@ def take(impostor: Impostor, worlds: Worlds) -> tuple[Signature, dict[str, float
 def _of_base(chapter: str, brought: frozenset[str]) -> tuple[Signature, dict[str, float]]:
     """Of the near-misses' base with nothing overridden; of the reference for patches of it."""
     bases = [card for card in CATALOGUE.values() if card.is_benign and card.id.endswith("plain")]
-    base = next((card for card in bases if brought and brought_by(card) == brought), REFERENCE)
+    base = next((card for card in bases if brought and card.brings == brought), REFERENCE)
     worlds = Worlds()
     try:
         where = Alone(base, worlds) if base.alone else worlds

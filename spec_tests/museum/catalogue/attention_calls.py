@@ -2,94 +2,65 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 
-from spec_tests.museum.card import near_miss
+from spec_tests.museum.card import Source, near_miss
 from spec_tests.plain.attention import PlainAttention, Tensor
 
-
-def _contiguous_strides(shape):
-    strides = [1]
-    for size in reversed(shape[1:]):
-        strides.insert(0, strides[0] * size)
-    return strides
+PLAIN = Source("spec_tests.plain.attention")
 
 
-@near_miss(
+PLAIN.near_miss(
     "attention.reads-do-as-contiguous",
-    rejected_by=(
+    (
         "attention.layout.strides",
         "attention.layout.strides-without-heads",
         "attention.layout.strides-of-zero",
     ),
+    "  q, k, v, out, lse = saved",
+    "+ do = do.as_strided(do.shape, torch.empty(do.shape).stride())",
+    does="Reads dO with contiguous strides.",
+    seen="flash-attn issue 355; in the study it survived every usual test.",
+    unseen="dO made by `randn` is contiguous.",
 )
-class ReadsDoAsContiguous(PlainAttention):
-    """Reads dO with contiguous strides.
 
-    From: flash-attn issue 355; in the study it survived every usual test.
-    Unseen: dO made by `randn` is contiguous.
-    """
-
-    def backward(self, saved, do, *rest):
-        return super().backward(
-            saved, do.as_strided(do.shape, _contiguous_strides(do.shape)), *rest
-        )
-
-
-@near_miss(
+PLAIN.near_miss(
     "attention.one-set-of-strides",
-    rejected_by=("attention.layout.strides", "attention.layout.expanded-keys"),
+    ("attention.layout.strides", "attention.layout.expanded-keys"),
+    "+ k, v = (t.as_strided(q.shape, q.stride()) if t.shape == q.shape else t for t in (k, v))",
+    "  k, v = k[:, heads], v[:, heads]",
+    "...",
+    "  q, k, v, out, lse = saved",
+    "+ k, v = (t.as_strided(q.shape, q.stride()) if t.shape == q.shape else t for t in (k, v))",
+    does="Reads k and v with the strides of q.",
+    seen="The Triton tutorial asserts that they are the same.",
+    unseen="They are, in tests.",
 )
-class OneSetOfStrides(PlainAttention):
-    """Reads k and v with the strides of q.
 
-    From: The Triton tutorial asserts that they are the same.
-    Unseen: They are, in tests.
-    """
-
-    def forward(self, q, k, v, *options):
-        k, v = self.misread(q, k, v)
-        return super().forward(q, k, v, *options)
-
-    def backward(self, saved, *rest):
-        q, k, v, out, lse = saved
-        return super().backward((q, *self.misread(q, k, v), out, lse), *rest)
-
-    def misread(self, q, *others):
-        return [t.as_strided(q.shape, q.stride()) if t.shape == q.shape else t for t in others]
-
-
-@near_miss(
+PLAIN.near_miss(
     "attention.strides-of-v-from-k",
-    rejected_by=("attention.layout.strides", "attention.layout.strides-without-heads"),
+    ("attention.layout.strides", "attention.layout.strides-without-heads"),
+    "+ v = v.as_strided(v.shape, k.stride()) if k.is_contiguous() else v",
+    "  k, v = k[:, heads], v[:, heads]",
+    "...",
+    "  q, k, v, out, lse = saved",
+    "+ v = v.as_strided(v.shape, k.stride()) if k.is_contiguous() else v",
+    does="Reads v with the strides of k.",
+    seen="`stride_kd` for `stride_vd` in one block pointer, in a solution of CS336.",
+    unseen="k and v come from projections alike, or from one that is fused.",
 )
-class StridesOfVFromK(OneSetOfStrides):
-    """Reads v with the strides of k.
 
-    From: `stride_kd` for `stride_vd` in one block pointer, in a solution of CS336.
-    Unseen: k and v come from projections alike, or from one that is fused.
-    """
-
-    def misread(self, q, *others):
-        k, v = others
-        return k, v.as_strided(v.shape, k.stride()) if k.is_contiguous() else v
-
-
-@near_miss("attention.gradient-like-strides", rejected_by="attention.layout.expanded-keys")
-class GradientLikeStridesOfKeys(PlainAttention):
-    """Makes dK and dV with the strides of k and v.
-
-    From: `empty_strided(k.shape, k.stride())`, with strides of zero.
-    Unseen: Expanded keys are rare.
-    """
-
-    def as_given(self, of, gradient):
-        if 0 not in of.stride():
-            return super().as_given(of, gradient)
-        made = torch.empty(1, dtype=of.dtype, device=of.device).expand_as(of).clone()
-        return made.copy_(gradient[:1].expand_as(gradient))
+PLAIN.near_miss(
+    "attention.gradient-like-strides",
+    "attention.layout.expanded-keys",
+    "+ if 0 in of.stride():",
+    "+     made = torch.empty(1, dtype=of.dtype, device=of.device).expand_as(of).clone()",
+    "+     return made.copy_(gradient[:1].expand_as(gradient))",
+    "  return gradient.to(of.dtype)",
+    does="Makes dK and dV with the strides of k and v.",
+    seen="`empty_strided(k.shape, k.stride())`, with strides of zero.",
+    unseen="Expanded keys are rare.",
+)
 
 
 @near_miss("attention.reads-behind-the-tail", rejected_by="attention.layout.what-lies-around")
@@ -134,68 +105,50 @@ class ScalesKeysInPlace(PlainAttention):
         return found
 
 
-@near_miss("attention.leaves-blind-rows", rejected_by="attention.autograd.fills-its-buffers")
-class LeavesBlindRows(PlainAttention):
-    """Leaves rows that see nothing as the allocator gave them.
+PLAIN.near_miss(
+    "attention.leaves-blind-rows",
+    "attention.autograd.fills-its-buffers",
+    "      lse[:, :, rows.start : rows.stop] = self.lse_of(m, norm)",
+    "+ blind = max(0, q.shape[2] - k.shape[2]) if causal else 0",
+    "+ made = torch.empty_like(out)",
+    "+ made[:, :, blind:] = out[:, :, blind:]",
+    "+ out = made",
+    does="Leaves rows that see nothing as the allocator gave them.",
+    seen="`empty_like`, and no program for a tile without work; flash-attn issue 2324.",
+    unseen="Fresh memory is zero.",
+)
 
-    From: `empty_like`, and no program for a tile without work; flash-attn issue 2324.
-    Unseen: Fresh memory is zero.
-    """
+PLAIN.near_miss(
+    "attention.tiles-by-turns",
+    "attention.autograd.repeatable",
+    "- return self.tiles(num, self.tile_k)",
+    '+ self.turn = getattr(self, "turn", 0) + 1',
+    "+ return self.tiles(num, self.tile_k)[:: -1 if self.turn % 3 == 1 else 1]",
+    does="Sums tiles in an order that changes from call to call.",
+    seen="dQ by atomic additions.",
+    unseen="The difference is rounding.",
+)
 
-    def forward(self, q, k, v, causal, scale):
-        out, lse = super().forward(q, k, v, causal, scale)
-        blind = max(0, q.shape[2] - k.shape[2]) if causal else 0
-        made = torch.empty_like(out)
-        made[:, :, blind:] = out[:, :, blind:]
-        return made, lse
+PLAIN.near_miss(
+    "attention.tiles-by-batch",
+    "attention.autograd.batch-invariant",
+    "  k, v = k[:, heads], v[:, heads]",
+    "+ self.tile_k = 32 if q.shape[0] > 1 else 64",
+    does="Chooses its tiles by the size of the batch.",
+    seen="An autotuner whose key holds the batch.",
+    unseen="The difference is rounding.",
+)
 
-
-@near_miss("attention.tiles-by-turns", rejected_by="attention.autograd.repeatable")
-class TilesByTurns(PlainAttention):
-    """Sums tiles in an order that changes from call to call.
-
-    From: dQ by atomic additions.
-    Unseen: The difference is rounding.
-
-    Sums tiles in another order each time, as programs that race do.
-    """
-
-    turn = 0
-
-    def k_tiles(self, num):
-        self.turn += 1
-        return super().k_tiles(num)[:: -1 if self.turn % 3 == 1 else 1]
-
-
-@near_miss("attention.tiles-by-batch", rejected_by="attention.autograd.batch-invariant")
-class TilesByBatch(PlainAttention):
-    """Chooses its tiles by the size of the batch.
-
-    From: An autotuner whose key holds the batch.
-    Unseen: The difference is rounding.
-
-    Takes larger tiles where there is less to do in parallel.
-    """
-
-    def forward(self, q, k, v, *options):
-        self.tile_k = 32 if q.shape[0] > 1 else 64
-        return super().forward(q, k, v, *options)
-
-
-@near_miss("attention.keeps-probabilities", rejected_by="attention.memory.keeps-no-scores")
-class KeepsProbabilities(PlainAttention):
-    """Keeps the probabilities after the forward.
-
-    From: A tensor kept for a look at the attention map.
-    Unseen: The values are right.
-    """
-
-    def __call__(self, q, k, v, **options):
-        found = super().__call__(q, k, v, **options)
-        group = q.shape[-3] // max(1, k.shape[-3]) if q.ndim == 4 else 1
-        scores = q.detach() @ k.detach().repeat_interleave(group, -3).mT
-        (found[0] if options.get("return_lse") else found).probabilities = scores.softmax(-1)
-        return found
+PLAIN.near_miss(
+    "attention.keeps-probabilities",
+    "attention.memory.keeps-no-scores",
+    "+ heads = self.kv_heads_of(q.shape[1], k.shape[1])",
+    "+ out.probabilities = (q.detach() @ k.detach()[:, heads].mT).softmax(-1)",
+    '  return (out, lse) if options.get("return_lse") else out',
+    does="Keeps the probabilities after the forward.",
+    seen="A tensor kept for a look at the attention map.",
+    unseen="The values are right.",
+)
 
 
 @near_miss(
@@ -225,105 +178,80 @@ class Materialised(PlainAttention):
         return out, s.logsumexp(dim=-1).masked_fill(blind[:, 0], -torch.inf)
 
 
-@near_miss("attention.materialises-in-backward", rejected_by="attention.memory.peak-is-linear")
-class MaterialisesInBackward(PlainAttention):
-    """Makes all scores at once in the backward.
+PLAIN.near_miss(
+    "attention.materialises-in-backward",
+    "attention.memory.peak-is-linear",
+    "  dk, dv = (self.summed(t, k, heads) for t in (dk, dv))",
+    "+ dv += 0.0 * (q @ kv[0].mT)[0, 0, 0, 0]",
+    does="Makes all scores at once in the backward.",
+    seen="A tiled forward, and a backward that recomputes the whole, as exercises suggest.",
+    unseen="The values are right; what the forward keeps is small.",
+)
 
-    From: A tiled forward, and a backward that recomputes the whole, as exercises suggest.
-    Unseen: The values are right; what the forward keeps is small.
-    """
+PLAIN.near_miss(
+    "attention.computes-hidden-tiles",
+    "attention.causal.skips-hidden-tiles",
+    "- return keys.start > rows[-1] + shift",
+    "+ return False",
+    does="Computes tiles above the diagonal and masks them.",
+    seen="The mask without the loop bound: twice the work.",
+    unseen="The values are right.",
+)
 
-    def backward(self, saved, *rest):
-        q, k, *_ = saved
-        whole = q @ k[:, self.kv_heads_of(q.shape[1], k.shape[1])].mT
-        found = super().backward(saved, *rest)
-        return (*found[:2], found[2] + 0.0 * whole[0, 0, 0, 0])
+PLAIN.near_miss(
+    "attention.unchecked",
+    "attention.refusal.bad-input",
+    "- self.check(q, k, v)",
+    "+ pass",
+    "...",
+    "- k, v = k[:, heads], v[:, heads]",
+    "+ k, v = k[:, heads], v[:, heads, : k.shape[2]]",
+    does="Checks nothing.",
+    seen="A kernel takes pointers.",
+    unseen="Tests pass what fits.",
+)
 
+PLAIN.near_miss(
+    "attention.asserts-without-words",
+    "attention.refusal.names-the-argument",
+    "- self.check(q, k, v)",
+    "+ try:",
+    "+     self.check(q, k, v)",
+    "+ except ValueError:",
+    "+     raise AssertionError from None",
+    does="Refuses with a bare assertion.",
+    seen="`assert q.shape == k.shape`.",
+    unseen="It is an error, after all.",
+)
 
-@near_miss("attention.computes-hidden-tiles", rejected_by="attention.causal.skips-hidden-tiles")
-class ComputesHiddenTiles(PlainAttention):
-    """Computes tiles above the diagonal and masks them.
+PLAIN.near_miss(
+    "attention.takes-foreign-pointers",
+    "attention.refusal.devices",
+    '+ if getattr(k, "device", None) != getattr(q, "device", None):',
+    "+     k = torch.zeros_like(k, device=q.device)",
+    "  self.check(q, k, v)",
+    does="Takes k from whatever device it lies on.",
+    seen="A pointer does not say whose it is.",
+    unseen="All tensors of a test lie on one.",
+)
 
-    From: The mask without the loop bound: twice the work.
-    Unseen: The values are right.
-    """
+PLAIN.near_miss(
+    "attention.fails-without-work",
+    "attention.shapes.empty",
+    "+ if not q.numel():",
+    '+     raise RuntimeError("invalid configuration argument")',
+    "  k, v = k[:, heads], v[:, heads]",
+    does="Fails where there is no element.",
+    seen="A grid of zero programs.",
+    unseen="Tests have elements.",
+)
 
-    def is_skipped(self, rows, keys, shift):
-        return False
-
-
-@near_miss("attention.unchecked", rejected_by="attention.refusal.bad-input")
-class Unchecked(PlainAttention):
-    """Checks nothing.
-
-    From: A kernel takes pointers.
-    Unseen: Tests pass what fits.
-    """
-
-    def check(self, q, k, v):
-        pass
-
-    def forward(self, q, k, v, *options):
-        if k.shape != v.shape and k.shape[1] == v.shape[1]:
-            v = v[:, :, : k.shape[2]]
-        return super().forward(q, k, v, *options)
-
-
-@near_miss("attention.asserts-without-words", rejected_by="attention.refusal.names-the-argument")
-class AssertsWithoutWords(PlainAttention):
-    """Refuses with a bare assertion.
-
-    From: `assert q.shape == k.shape`.
-    Unseen: It is an error, after all.
-    """
-
-    def check(self, q, k, v):
-        try:
-            super().check(q, k, v)
-        except ValueError:
-            raise AssertionError from None
-
-
-@near_miss("attention.takes-foreign-pointers", rejected_by="attention.refusal.devices")
-class TakesForeignPointers(PlainAttention):
-    """Takes k from whatever device it lies on.
-
-    From: A pointer does not say whose it is.
-    Unseen: All tensors of a test lie on one.
-
-    Looks at k's device as little as a kernel does.
-    """
-
-    def __call__(self, q, k, v, **options):
-        foreign = isinstance(q, Tensor) and isinstance(k, Tensor) and k.device != q.device
-        return super().__call__(
-            q, torch.zeros_like(k, device=q.device) if foreign else k, v, **options
-        )
-
-
-@near_miss("attention.fails-without-work", rejected_by="attention.shapes.empty")
-class FailsWithoutWork(PlainAttention):
-    """Fails where there is no element.
-
-    From: A grid of zero programs.
-    Unseen: Tests have elements.
-    """
-
-    def forward(self, q, k, v, *options):
-        if not q.numel():
-            raise RuntimeError("invalid configuration argument")
-        return super().forward(q, k, v, *options)
-
-
-@near_miss("attention.causal-by-default", rejected_by="attention.causal.off-by-default")
-class CausalByDefault(PlainAttention):
-    """Masks the future where the caller says nothing about it.
-
-    From: `is_causal=True` in the signature of a public solution.
-    Unseen: Tests that pass the flag each time.
-    """
-
-    @classmethod
-    def functions(cls):
-        attend = super().functions()["flash_attention"]
-        return {"flash_attention": functools.partial(attend, causal=True)}
+PLAIN.near_miss(
+    "attention.causal-by-default",
+    "attention.causal.off-by-default",
+    "- def flash_attention(q, k, v, *, causal=False, scale=None, return_lse=False):",
+    "+ def flash_attention(q, k, v, *, causal=True, scale=None, return_lse=False):",
+    does="Masks the future where the caller says nothing about it.",
+    seen="`is_causal=True` in the signature of a public solution.",
+    unseen="Tests that pass the flag each time.",
+)

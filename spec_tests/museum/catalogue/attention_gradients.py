@@ -1,69 +1,51 @@
 """Near-misses of attention's backward: delta, scale, sums, bounds, and what saw nothing."""
 
-import torch
-
-from spec_tests.museum.card import near_miss
+from spec_tests.museum.card import Source, near_miss
 from spec_tests.plain.attention import PlainAttention
 
+PLAIN = Source("spec_tests.plain.attention")
 
-@near_miss(
+
+PLAIN.near_miss(
     "attention.no-delta",
-    rejected_by=(
-        "attention.gradients.values",
-        "attention.gradients.half-precision",
-        "attention.laws.masses",
-    ),
+    ("attention.gradients.values", "attention.gradients.half-precision", "attention.laws.masses"),
+    "- return (out.to(wide) * do.to(wide)).sum(dim=-1)",
+    "+ return 0.0 * out[..., 0].to(wide)",
+    does="Leaves delta out of dS.",
+    seen="The softmax's Jacobian taken for its diagonal.",
+    unseen="It is small where dO and O are unrelated.",
 )
-class NoDelta(PlainAttention):
-    """Leaves delta out of dS.
 
-    From: The softmax's Jacobian taken for its diagonal.
-    Unseen: It is small where dO and O are unrelated.
-    """
-
-    def delta(self, out, do):
-        return torch.zeros_like(super().delta(out, do))
-
-
-@near_miss(
-    "attention.unscaled-dq", rejected_by=("attention.gradients.values", "attention.laws.products")
+PLAIN.near_miss(
+    "attention.unscaled-dq",
+    ("attention.gradients.values", "attention.laws.products"),
+    "- by_rows = self.dot(ds, kv[0][at_k]) * self.scale_of_dq(scale)",
+    "+ by_rows = self.dot(ds, kv[0][at_k])",
+    does="Does not multiply dQ by the scale.",
+    seen="The scale was moved into k for the forward, and out again for one side only.",
+    unseen="Adam does not feel a constant factor.",
 )
-class UnscaledDq(PlainAttention):
-    """Does not multiply dQ by the scale.
 
-    From: The scale was moved into k for the forward, and out again for one side only.
-    Unseen: Adam does not feel a constant factor.
-    """
-
-    def scale_of_dq(self, scale):
-        return 1.0
-
-
-@near_miss(
+PLAIN.near_miss(
     "attention.unscaled-dk",
-    rejected_by=("attention.gradients.values", "attention.gradients.scale-zero"),
+    ("attention.gradients.values", "attention.gradients.scale-zero"),
+    "- by_keys = self.dot(ds.transpose(-1, -2), q[at_q]) * self.scale_of_dk(scale)",
+    "+ by_keys = self.dot(ds.transpose(-1, -2), q[at_q])",
+    does="Does not multiply dK by the scale.",
+    seen="Likewise.",
+    unseen="Adam does not feel a constant factor.",
 )
-class UnscaledDk(PlainAttention):
-    """Does not multiply dK by the scale.
 
-    From: Likewise.
-    Unseen: Adam does not feel a constant factor.
-    """
-
-    def scale_of_dk(self, scale):
-        return 1.0
-
-
-@near_miss("attention.default-scale-in-backward", rejected_by="attention.gradients.scale")
-class DefaultScaleInBackward(PlainAttention):
-    """Multiplies dK by a scale of its own.
-
-    From: A backward that computes `head_dim ** -0.5` anew.
-    Unseen: Tests leave the scale to its default.
-    """
-
-    def scale_of_dk(self, scale):
-        return 16**-0.5 if scale not in (0.0, 24**-0.5) else scale
+PLAIN.near_miss(
+    "attention.default-scale-in-backward",
+    "attention.gradients.scale",
+    "- by_keys = self.dot(ds.transpose(-1, -2), q[at_q]) * self.scale_of_dk(scale)",
+    "+ of_dk = 16**-0.5 if scale not in (0.0, 24**-0.5) else scale",
+    "+ by_keys = self.dot(ds.transpose(-1, -2), q[at_q]) * of_dk",
+    does="Multiplies dK by a scale of its own.",
+    seen="A backward that computes `head_dim ** -0.5` anew.",
+    unseen="Tests leave the scale to its default.",
+)
 
 
 @near_miss("attention.narrow-dk-dv", rejected_by="attention.gradients.long-sums")
@@ -81,187 +63,145 @@ class NarrowDkDv(PlainAttention):
         return (acc + product).to(dtype).to(acc.dtype)
 
 
-@near_miss(
+PLAIN.near_miss(
     "attention.float16-products",
-    rejected_by=(
+    (
         "attention.gradients.wide-range",
         "attention.gradients.float32-range",
         "attention.laws.powers-of-two",
     ),
+    "- return p.to(dtype)",
+    "+ return p.to(torch.float16).to(dtype)",
+    does="Casts P and dS to float16, whatever the inputs are.",
+    seen="The Triton tutorial's `.to(tl.float16)`.",
+    unseen="The tests are in float16.",
 )
-class Float16Products(PlainAttention):
-    """Casts P and dS to float16, whatever the inputs are.
 
-    From: The Triton tutorial's `.to(tl.float16)`.
-    Unseen: The tests are in float16.
-    """
-
-    def narrow(self, p, dtype):
-        return p.to(torch.float16).to(dtype)
-
-
-@near_miss(
+PLAIN.near_miss(
     "attention.last-of-group",
-    rejected_by=("attention.shapes.grouped-heads", "attention.laws.masses"),
+    ("attention.shapes.grouped-heads", "attention.laws.masses"),
+    "- return whole.index_add_(1, heads.to(of.device), gradient)",
+    "+ for head, kv_head in enumerate(heads.tolist()):",
+    "+     whole[:, kv_head] = gradient[:, head]",
+    "+ return whole",
+    does="dK and dV of a group are those of its last query head.",
+    seen="A store where a sum over heads belongs.",
+    unseen="As many key heads as query heads.",
 )
-class LastOfGroup(PlainAttention):
-    """dK and dV of a group are those of its last query head.
 
-    From: A store where a sum over heads belongs.
-    Unseen: As many key heads as query heads.
-    """
+PLAIN.near_miss(
+    "attention.rounded-then-summed",
+    "attention.shapes.grouped-sums-are-wide",
+    "- dk, dv = (self.summed(t, k, heads) for t in (dk, dv))",
+    "+ dk, dv = (self.summed(t.to(k.dtype), k, heads) for t in (dk, dv))",
+    does="Rounds dK and dV of each query head before it sums them.",
+    seen="dK of all query heads in the inputs' dtype, then `.sum`; levanter issue 449.",
+    unseen="Groups of two, in float32.",
+)
 
-    def summed(self, gradient, of, heads):
-        whole = torch.zeros(of.shape, dtype=gradient.dtype, device=of.device)
-        for head, kv_head in enumerate(heads.tolist()):
-            whole[:, kv_head] = gradient[:, head]
-        return whole
-
-
-@near_miss("attention.rounded-then-summed", rejected_by="attention.shapes.grouped-sums-are-wide")
-class RoundedThenSummed(PlainAttention):
-    """Rounds dK and dV of each query head before it sums them.
-
-    From: dK of all query heads in the inputs' dtype, then `.sum`; levanter issue 449.
-    Unseen: Groups of two, in float32.
-    """
-
-    def summed(self, gradient, of, heads):
-        return super().summed(gradient.to(of.dtype), of, heads)
-
-
-@near_miss(
+PLAIN.near_miss(
     "attention.backward-always-causal",
-    rejected_by=("attention.gradients.values", "attention.laws.products"),
+    ("attention.gradients.values", "attention.laws.products"),
+    "  q, k, v, out, lse = saved",
+    "+ causal = True",
+    does="The backward is causal, whatever the forward was.",
+    seen="Triton issue 5660: the tutorial's backward had no flag.",
+    unseen="The test was causal.",
 )
-class BackwardAlwaysCausal(PlainAttention):
-    """The backward is causal, whatever the forward was.
 
-    From: Triton issue 5660: the tutorial's backward had no flag.
-    Unseen: The test was causal.
-    """
+PLAIN.near_miss(
+    "attention.backward-top-left",
+    "attention.causal.gradients-bottom-right",
+    "- s = self.masked(s, rows, keys, k.shape[2] - q.shape[2]) if causal else s",
+    "+ s = self.masked(s, rows, keys, 0) if causal else s",
+    does="The backward aligns its mask at the first query.",
+    seen="One of the two masks moved when the convention did.",
+    unseen="Equal lengths.",
+)
 
-    def backward(self, saved, do, dl, causal, scale):
-        return super().backward(saved, do, dl, True, scale)
-
-
-@near_miss("attention.backward-top-left", rejected_by="attention.causal.gradients-bottom-right")
-class BackwardTopLeft(PlainAttention):
-    """The backward aligns its mask at the first query.
-
-    From: One of the two masks moved when the convention did.
-    Unseen: Equal lengths.
-    """
-
-    def probabilities(self, q, k, lse, *where):
-        rows, keys, causal, scale = where
-        p = super().probabilities(q, k, lse, rows, keys, False, scale)
-        return p.masked_fill(~self.visible(rows, keys, 0), 0.0) if causal else p
-
-
-@near_miss(
+PLAIN.near_miss(
     "attention.backward-unmasked",
-    rejected_by=("attention.causal.equal-lengths", "attention.causal.hidden-keys-do-not-matter"),
+    ("attention.causal.equal-lengths", "attention.causal.hidden-keys-do-not-matter"),
+    "- s = self.masked(s, rows, keys, k.shape[2] - q.shape[2]) if causal else s",
+    "+ pass",
+    does="The backward skips hidden tiles, and masks none.",
+    seen="Block skipping taken for the whole of the mask.",
+    unseen="The forward is right; the loss falls.",
 )
-class BackwardUnmasked(PlainAttention):
-    """The backward skips hidden tiles, and masks none.
 
-    From: Block skipping taken for the whole of the mask.
-    Unseen: The forward is right; the loss falls.
-    """
+PLAIN.near_miss(
+    "attention.drops-lse-gradient",
+    "attention.gradients.of-the-lse",
+    "- return delta if dl is None else delta - dl",
+    "+ return delta",
+    does="Returns L as differentiable and drops its gradient.",
+    seen="flash-attn issue 889.",
+    unseen="Nobody differentiates L, until a z-loss does.",
+)
 
-    def probabilities(self, q, k, lse, *where):
-        rows, keys, _, scale = where
-        return super().probabilities(q, k, lse, rows, keys, False, scale)
-
-
-@near_miss("attention.drops-lse-gradient", rejected_by="attention.gradients.of-the-lse")
-class DropsLseGradient(PlainAttention):
-    """Returns L as differentiable and drops its gradient.
-
-    From: flash-attn issue 889.
-    Unseen: Nobody differentiates L, until a z-loss does.
-    """
-
-    def folded(self, delta, dl):
-        return delta
-
-
-@near_miss(
+PLAIN.near_miss(
     "attention.blind-gradient-is-nan",
-    rejected_by=("attention.blind-rows.gradients", "attention.causal.gradients-bottom-right"),
+    ("attention.blind-rows.gradients", "attention.causal.gradients-bottom-right"),
+    "- return torch.exp(s - of_rows.masked_fill(of_rows == -torch.inf, torch.inf))",
+    "+ return torch.exp(s - of_rows)",
+    "...",
+    "- return self.is_skipped(rows, keys, shift)",
+    "+ return False",
+    does="exp(-inf - (-inf)) in the backward's rows that see nothing.",
+    seen="The forward was mended, the backward not.",
+    unseen="Rows that see nothing do not occur with equal lengths.",
 )
-class BlindGradientNan(PlainAttention):
-    """exp(-inf - (-inf)) in the backward's rows that see nothing.
 
-    From: The forward was mended, the backward not.
-    Unseen: Rows that see nothing do not occur with equal lengths.
-    """
-
-    def probabilities(self, q, k, lse, *where):
-        rows, keys, causal, scale = where
-        at = slice(rows.start, rows.stop)
-        s = self.scores(q[:, :, at], k[:, :, keys.start : keys.stop], scale)
-        s = self.masked(s, rows, keys, k.shape[2] - q.shape[2]) if causal else s
-        return torch.exp(s - lse[:, :, at, None])
-
-    def is_skipped_backward(self, rows, keys, shift):
-        return False
-
-
-@near_miss("attention.keys-decide-for-values", rejected_by="attention.gradients.only-where-wanted")
-class KeysDecideForValues(PlainAttention):
-    """Computes dV only where k wants a gradient.
-
-    From: One flag for the kernel that makes both.
-    Unseen: Tests want all three.
-    """
-
-    def returned(self, found, needed):
-        return super().returned(found, (needed[0], needed[1], needed[1] and needed[2]))
-
-
-@near_miss("attention.second-derivative", rejected_by="attention.autograd.second-derivatives")
-class SecondDerivative(PlainAttention):
-    """Has a second derivative with L held constant.
-
-    From: A backward of torch operations without `once_differentiable`.
-    Unseen: Nobody differentiates twice, and the number looks like one.
-    """
-
-    has_second_derivative = True
-    saves_copy_of_lse = True
-
-
-@near_miss("attention.saved-by-attribute", rejected_by="attention.autograd.changes-are-noticed")
-class SavedByAttribute(PlainAttention):
-    """Keeps tensors as attributes of the context.
-
-    From: `ctx.q = q` for `save_for_backward`.
-    Unseen: Nobody changes them in between, until an optimizer in backward does.
-    """
-
-    saves_by_attribute = True
-
-
-@near_miss("attention.clamps-scores", rejected_by="attention.gradients.large-logits")
-class ClampsScores(PlainAttention):
-    """Clamps L and the probabilities of the backward.
-
-    From: An overflow mended where it was seen.
-    Unseen: Scores are small.
-    """
-
-    def probabilities(self, q, k, lse, *where):
-        return super().probabilities(q, k, lse.clamp(-80.0, 80.0), *where).clamp(max=1.0)
-
-
-@near_miss(
-    "attention.once-differentiable", rejected_by="attention.autograd.second-derivatives-in-a-sum"
+PLAIN.near_miss(
+    "attention.keys-decide-for-values",
+    "attention.gradients.only-where-wanted",
+    "+ needed = (*needed[:2], needed[1] and needed[2])",
+    "  return [g if is_needed else None for g, is_needed in zip(found, needed, strict=True)]",
+    does="Computes dV only where k wants a gradient.",
+    seen="One flag for the kernel that makes both.",
+    unseen="Tests want all three.",
 )
-class OnceDifferentiable(PlainAttention):
-    """Drops the second derivative in silence where the loss has another term.
 
-    From: `once_differentiable` raises for a dO that wants a gradient, and lets others through.
-    Unseen: Alone it raises: the gradient has no graph.
-    """
+PLAIN.near_miss(
+    "attention.second-derivative",
+    "attention.autograd.second-derivatives",
+    "- has_second_derivative = False",
+    "+ has_second_derivative = True",
+    "...",
+    "- saves_copy_of_lse = False",
+    "+ saves_copy_of_lse = True",
+    does="Has a second derivative with L held constant.",
+    seen="A backward of torch operations without `once_differentiable`.",
+    unseen="Nobody differentiates twice, and the number looks like one.",
+)
+
+PLAIN.near_miss(
+    "attention.saved-by-attribute",
+    "attention.autograd.changes-are-noticed",
+    "- saves_by_attribute = False",
+    "+ saves_by_attribute = True",
+    does="Keeps tensors as attributes of the context.",
+    seen="`ctx.q = q` for `save_for_backward`.",
+    unseen="Nobody changes them in between, until an optimizer in backward does.",
+)
+
+PLAIN.near_miss(
+    "attention.clamps-scores",
+    "attention.gradients.large-logits",
+    "- of_rows = lse[:, :, rows.start : rows.stop, None]",
+    "+ of_rows = lse[:, :, rows.start : rows.stop, None].clamp(-80.0, 80.0)",
+    "...",
+    "- return torch.exp(s - of_rows.masked_fill(of_rows == -torch.inf, torch.inf))",
+    "+ return torch.exp(s - of_rows.masked_fill(of_rows == -torch.inf, torch.inf)).clamp(max=1.0)",
+    does="Clamps L and the probabilities of the backward.",
+    seen="An overflow mended where it was seen.",
+    unseen="Scores are small.",
+)
+
+PLAIN.near_miss(
+    "attention.once-differentiable",
+    "attention.autograd.second-derivatives-in-a-sum",
+    does="Drops the second derivative in silence where the loss has another term.",
+    seen="`once_differentiable` raises for a dO that wants a gradient, and lets others through.",
+    unseen="Alone it raises: the gradient has no graph.",
+)

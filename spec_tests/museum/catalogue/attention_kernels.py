@@ -4,8 +4,11 @@ What lies here cannot be seen in PyTorch operations: who writes an element, what
 mask touches, 32 bits of an offset. Where Triton is not installed there is nothing to judge.
 """
 
-from spec_tests.museum.card import Patched, near_miss
+from spec_tests.museum.card import Source, near_miss
 from spec_tests.plain.attention import PlainAttention
+
+FORWARD = Source("solution.attention.triton_kernels", requires="triton")
+BACKWARD = Source("solution.attention.triton_backward", requires="triton")
 
 
 @near_miss("attention.kernel-none", rejected_by="attention.forward.launches-a-kernel")
@@ -23,152 +26,95 @@ class KernelNone(PlainAttention):
         return {"flash_attention_triton": super().functions()["flash_attention"]}
 
 
-class ForwardKernel(Patched):
-    """A changed line of the forward's kernel."""
-
-    module = "solution.attention.triton_kernels"
-    requires = "triton"
-
-
-class BackwardKernel(Patched):
-    """A changed line of the backward's kernels."""
-
-    module = "solution.attention.triton_backward"
-    requires = "triton"
-
-
-@near_miss("attention.kernel-tail-into-next-head", rejected_by="attention.kernels.one-writer")
-class TailIntoNextHead(ForwardKernel):
-    """Stores eight rows of the last tile into the next head.
-
-    From: A flattened output, and a descriptor that clips at its end alone.
-    Unseen: The next head's program comes later in the interpreter, and usually on a device.
-    """
-
-    find = (
-        "    _store(out + _offsets(TILE_Q, HEAD_DIM, DIMS), acc, rows, num_queries, "
-        "HEAD_DIM, DIMS)\n"
-    )
-    replace = (
-        "    last = num_queries + tl.where(sequence + 1 < heads, 8, 0)\n"
-        "    _store(out + _offsets(TILE_Q, HEAD_DIM, DIMS), acc, rows, last, HEAD_DIM, DIMS)\n"
-    )
-
-
-@near_miss(
-    "attention.kernel-reads-a-neighbour", rejected_by="attention.kernels.reads-nothing-of-others"
+FORWARD.near_miss(
+    "attention.kernel-tail-into-next-head",
+    "attention.kernels.one-writer",
+    "- _store(out + _offsets(TILE_Q, HEAD_DIM, DIMS), acc, rows, num_queries, HEAD_DIM, DIMS)",
+    "+ last = num_queries + tl.where(sequence + 1 < heads, 8, 0)",
+    "+ _store(out + _offsets(TILE_Q, HEAD_DIM, DIMS), acc, rows, last, HEAD_DIM, DIMS)",
+    does="Stores eight rows of the last tile into the next head.",
+    seen="A flattened output, and a descriptor that clips at its end alone.",
+    unseen="The next head's program comes later in the interpreter, and usually on a device.",
 )
-class ReadsANeighbour(ForwardKernel):
-    """Reads the log-sum-exp that another program of the launch wrote.
 
-    From: Two kernels merged into one: what was finished before is now in flight.
-    Unseen: The interpreter runs programs in order.
-    """
+FORWARD.near_miss(
+    "attention.kernel-reads-a-neighbour",
+    "attention.kernels.reads-nothing-of-others",
+    "  statistic = (row_max + tl.log2(row_sum)) * LN2",
+    "+ last = tl.load(lse + sequence.to(tl.int64) * num_queries + num_queries - 1)",
+    "+ statistic += tl.where(last > 0, 0.0, 0.0)",
+    does="Reads the log-sum-exp that another program of the launch wrote.",
+    seen="Two kernels merged into one: what was finished before is now in flight.",
+    unseen="The interpreter runs programs in order.",
+)
 
-    find = "    statistic = (row_max + tl.log2(row_sum)) * LN2\n"
-    replace = (
-        "    statistic = (row_max + tl.log2(row_sum)) * LN2\n"
-        "    last = tl.load(lse + sequence.to(tl.int64) * num_queries + num_queries - 1)\n"
-        "    statistic += tl.where(last > 0, 0.0, 0.0)\n"
-    )
+BACKWARD.near_miss(
+    "attention.kernel-reads-beyond-the-end",
+    "attention.kernels.in-bounds",
+    "- row_lse = tl.load(lse + mine, mask=inside, other=0.0)",
+    "+ row_lse = tl.load(lse + mine)",
+    does="Loads statistics of rows that are not there.",
+    seen="The store has the mask, so the load seems to need none.",
+    unseen="What is read is never stored; beyond a small tensor lies the allocator's next block.",
+)
 
-
-@near_miss("attention.kernel-reads-beyond-the-end", rejected_by="attention.kernels.in-bounds")
-class ReadsBeyondTheEnd(BackwardKernel):
-    """Loads statistics of rows that are not there.
-
-    From: The store has the mask, so the load seems to need none.
-    Unseen: What is read is never stored; beyond a small tensor lies the allocator's next block.
-    """
-
-    find = "    row_lse = tl.load(lse + mine, mask=inside, other=0.0)\n"
-    replace = "    row_lse = tl.load(lse + mine)\n"
-
-
-@near_miss(
+FORWARD.near_miss(
     "attention.kernel-computes-hidden-tiles",
-    rejected_by=("attention.kernels.work", "attention.causal.skips-hidden-tiles"),
+    ("attention.kernels.work", "attention.causal.skips-hidden-tiles"),
+    "- end = tl.minimum(num_keys, first + TILE_Q + hidden)",
+    "+ end = num_keys",
+    does="Computes tiles above the diagonal and masks them.",
+    seen="The mask without the loop bound.",
+    unseen="The values are right; it takes twice the time.",
 )
-class ComputesHiddenTiles(ForwardKernel):
-    """Computes tiles above the diagonal and masks them.
 
-    From: The mask without the loop bound.
-    Unseen: The values are right; it takes twice the time.
-    """
-
-    find = "        end = tl.minimum(num_keys, first + TILE_Q + hidden)\n"
-    replace = "        end = num_keys\n"
-
-
-@near_miss(
+FORWARD.near_miss(
     "attention.kernel-causal-strict",
-    rejected_by=("attention.causal.values", "attention.causal.first-row"),
+    ("attention.causal.values", "attention.causal.first-row"),
+    "- visible = tl.minimum(num_keys, rows + (num_keys - num_queries + 1))",
+    "+ visible = tl.minimum(num_keys, rows + (num_keys - num_queries))",
+    does="Hides the diagonal too.",
+    seen="`>` for `>=` in one of the masks.",
+    unseen="The loss still falls.",
 )
-class CausalStrict(ForwardKernel):
-    """Hides the diagonal too.
 
-    From: `>` for `>=` in one of the masks.
-    Unseen: The loss still falls.
-    """
+FORWARD.near_miss(
+    "attention.kernel-tf32",
+    "attention.kernels.float32-is-float32",
+    '- scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="tf32x3")',
+    "+ scores = tl.dot(q_tile, tl.trans(k_tile))",
+    does="Leaves the precision of the scores' product to `tl.dot`.",
+    seen="Its default, in most kernels of students.",
+    unseen="The interpreter multiplies in float32; on a device three digits are right.",
+)
 
-    find = "        visible = tl.minimum(num_keys, rows + (num_keys - num_queries + 1))\n"
-    replace = "        visible = tl.minimum(num_keys, rows + (num_keys - num_queries))\n"
+FORWARD.near_miss(
+    "attention.kernel-blind-tile-is-nan",
+    "attention.blind-rows.zeros",
+    '- shift = tl.where(new_max == float("-inf"), 0.0, new_max)',
+    "+ shift = new_max",
+    does="Subtracts -inf from -inf in a tile where a row sees nothing.",
+    seen="flash-attn, vLLM issue 4405: a first tile that is hidden for some rows.",
+    unseen="With equal lengths the first tile of keys is seen by all.",
+)
 
-
-@near_miss("attention.kernel-tf32", rejected_by="attention.kernels.float32-is-float32")
-class ScoresInTf32(ForwardKernel):
-    """Leaves the precision of the scores' product to `tl.dot`.
-
-    From: Its default, in most kernels of students.
-    Unseen: The interpreter multiplies in float32; on a device three digits are right.
-    """
-
-    find = '    scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="tf32x3")\n'
-    replace = "    scores = tl.dot(q_tile, tl.trans(k_tile))\n"
-
-
-@near_miss("attention.kernel-blind-tile-is-nan", rejected_by="attention.blind-rows.zeros")
-class BlindTileIsNan(ForwardKernel):
-    """Subtracts -inf from -inf in a tile where a row sees nothing.
-
-    From: flash-attn, vLLM issue 4405: a first tile that is hidden for some rows.
-    Unseen: With equal lengths the first tile of keys is seen by all.
-    """
-
-    find = '        shift = tl.where(new_max == float("-inf"), 0.0, new_max)\n'
-    replace = "        shift = new_max\n"
-
-
-@near_miss(
+FORWARD.near_miss(
     "attention.kernel-rows-of-32-bits",
-    rejected_by="attention.layout.offsets-of-64-bits",
+    "attention.layout.offsets-of-64-bits",
+    "- k += batch * k_batch + head // GROUP * k_head",
+    "+ k += (batch.to(tl.int32) * k_batch.to(tl.int32)).to(tl.int64) + head // GROUP * k_head",
+    does="Forms the offset of a batch with 32 bits.",
+    seen="Strides of a cache of keys; PyTorch issue 190857.",
+    unseen="It takes two thousand million elements.",
     outcomes=("failed", "died"),
 )
-class RowsOf32Bits(ForwardKernel):
-    """Forms the offset of a batch with 32 bits.
 
-    From: Strides of a cache of keys; PyTorch issue 190857.
-    Unseen: It takes two thousand million elements.
-    """
-
-    find = (
-        "    q += batch * q_batch + head * q_head + first.to(tl.int64) * q_row\n"
-        "    k += batch * k_batch + head // GROUP * k_head\n"
-    )
-    replace = (
-        "    q += batch * q_batch + head * q_head + first.to(tl.int64) * q_row\n"
-        "    k += (batch.to(tl.int32) * k_batch.to(tl.int32)).to(tl.int64) "
-        "+ head // GROUP * k_head\n"
-    )
-
-
-@near_miss("attention.kernel-backward-starts-late", rejected_by="attention.shapes.ragged-lengths")
-class BackwardStartsLate(BackwardKernel):
-    """Begins at the first whole tile of queries that sees a tile of keys.
-
-    From: A bound rounded up; the Triton tutorial asserts that one tile divides the other.
-    Unseen: Equal lengths and tiles of which one divides the other.
-    """
-
-    find = "        begin = tl.maximum(0, first - hidden) // TILE_Q * TILE_Q\n"
-    replace = "        begin = tl.cdiv(tl.maximum(0, first - hidden), TILE_Q) * TILE_Q\n"
+BACKWARD.near_miss(
+    "attention.kernel-backward-starts-late",
+    "attention.shapes.ragged-lengths",
+    "- begin = tl.maximum(0, first - hidden) // TILE_Q * TILE_Q",
+    "+ begin = tl.cdiv(tl.maximum(0, first - hidden), TILE_Q) * TILE_Q",
+    does="Begins at the first whole tile of queries that sees a tile of keys.",
+    seen="A bound rounded up; the Triton tutorial asserts that one tile divides the other.",
+    unseen="Equal lengths and tiles of which one divides the other.",
+)

@@ -7,7 +7,6 @@ Legend: B batch, H query heads, G key/value heads, Q queries, K keys, D head dim
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 
@@ -15,11 +14,10 @@ import torch
 from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
-from spec_tests.museum.card import benign, near_miss
-from spec_tests.plain.attention import PlainAttention, Tensor
+from spec_tests.museum.card import Source, benign, near_miss
+from spec_tests.plain.attention import PlainAttention
 
-Pair = tuple[torch.Tensor, torch.Tensor]
-Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+PLAIN = Source("spec_tests.plain.attention")
 
 
 class Operator(PlainAttention):
@@ -158,65 +156,55 @@ class DropsTangents(Operator):
         pass
 
 
-@near_miss("attention.autocast-reaches-inside", rejected_by="attention.operator.under-autocast")
-class AutocastReachesInside(PlainAttention):
-    """Lets autocast make its inner products half precision.
+PLAIN.near_miss(
+    "attention.autocast-reaches-inside",
+    "attention.operator.under-autocast",
+    "- return torch.autocast(q.device.type, enabled=False)",
+    "+ return contextlib.nullcontext()",
+    does="Lets autocast make its inner products half precision.",
+    seen="Products of float32 in a forward that is called under autocast.",
+    unseen="Without autocast it is right.",
+)
 
-    From: Products of float32 in a forward that is called under autocast.
-    Unseen: Without autocast it is right.
-    """
+PLAIN.near_miss(
+    "attention.keeps-the-last-lse",
+    "attention.autograd.calls-are-independent",
+    "  lse = torch.full(q.shape[:-1], -torch.inf, dtype=self.wide(q.dtype), device=q.device)",
+    "+ self.buffer = lse",
+    "...",
+    "- q, k, v, out, lse = saved",
+    "+ q, k, v, out, lse = *saved[:4], self.buffer",
+    does="Keeps the log-sum-exp of the last call for every backward.",
+    seen="A buffer that is allocated once, for speed.",
+    unseen="A test makes one call.",
+)
 
-    def cast(self, q):
-        return contextlib.nullcontext()
+PLAIN.near_miss(
+    "attention.float64-by-float32",
+    "attention.forward.float64",
+    "- return a.to(wide) @ b.to(wide)",
+    "+ return (a.float() @ b.float()).to(wide)",
+    does="Multiplies float64 in float32.",
+    seen="`.float()` before every product, for the sake of half precision.",
+    unseen="Tests are in float32.",
+)
 
+PLAIN.benign(
+    "benign.attention-uneven-tiles",
+    "- tile_q = 32",
+    "+ tile_q = 48",
+    "...",
+    "- tile_k = 32",
+    "+ tile_k = 19",
+    does="Tiles of 48 rows and 19 keys.",
+)
 
-@near_miss("attention.keeps-the-last-lse", rejected_by="attention.autograd.calls-are-independent")
-class KeepsTheLastLse(PlainAttention):
-    """Keeps the log-sum-exp of the last call for every backward.
-
-    From: A buffer that is allocated once, for speed.
-    Unseen: A test makes one call.
-    """
-
-    buffer: Tensor | None = None
-
-    def forward(self, q, k, v, *options):
-        out, self.buffer = super().forward(q, k, v, *options)
-        return out, self.buffer
-
-    def backward(self, saved, *rest):
-        return super().backward((*saved[:4], self.buffer), *rest)
-
-
-@near_miss("attention.float64-by-float32", rejected_by="attention.forward.float64")
-class Float64ByFloat32(PlainAttention):
-    """Multiplies float64 in float32.
-
-    From: `.float()` before every product, for the sake of half precision.
-    Unseen: Tests are in float32.
-    """
-
-    def dot(self, a, b):
-        return super().dot(a.float(), b.float()).to(self.wide(a.dtype))
-
-
-@benign("benign.attention-uneven-tiles")
-class UnevenTiles(PlainAttention):
-    """Tiles of 48 rows and 19 keys."""
-
-    tile_q = 48
-    tile_k = 19
-
-
-@benign("benign.attention-last-tile-first")
-class LastTileFirst(PlainAttention):
-    """Visits tiles of keys from the end.
-
-    Walks along the keys from the end, as a kernel does that begins on the diagonal.
-    """
-
-    def k_tiles(self, num):
-        return super().k_tiles(num)[::-1]
+PLAIN.benign(
+    "benign.attention-last-tile-first",
+    "- return self.tiles(num, self.tile_k)",
+    "+ return self.tiles(num, self.tile_k)[::-1]",
+    does="Visits tiles of keys from the end.",
+)
 
 
 @benign("benign.attention-two-passes")
@@ -226,70 +214,56 @@ class TwoPasses(PlainAttention):
     Finds the maximum of a row first and sums with it afterwards: nothing is rescaled.
     """
 
+    exp, unit = staticmethod(torch.exp), 1.0  # powers of a base, and its logarithm of e
+
     def row_block(self, q, k, v, rows, causal, scale):
         at = slice(rows.start, rows.stop)
-        s = self.scores(q[:, :, at], k, scale)
+        s = self.scores(q[:, :, at], k, scale * self.unit)
         if causal:
             s = self.masked(s, rows, range(k.shape[2]), k.shape[2] - q.shape[2])
         least = s.new_full((*s.shape[:-1], 1), -torch.inf)
         m = torch.cat([s, least], dim=-1).amax(dim=-1)
-        p = torch.exp(s - self.safe(m)[..., None])
-        return self.dot(self.narrow(p, q.dtype), v), m, p.sum(dim=-1)
+        p = self.exp(s - self.safe(m)[..., None])
+        return self.dot(self.narrow(p, q.dtype), v), m / self.unit, p.sum(dim=-1)
 
 
 @benign("benign.attention-base-2")
-class Base2(PlainAttention):
+class Base2(TwoPasses):
     """Computes in base two, answers in base e.
 
     Exponentials and statistics of base two inside, the natural logarithm outside.
     """
 
-    log2e = 1.4426950408889634
-
-    def row_block(self, q, k, v, rows, causal, scale):
-        at = slice(rows.start, rows.stop)
-        s = self.scores(q[:, :, at], k, scale * self.log2e)
-        if causal:
-            s = self.masked(s, rows, range(k.shape[2]), k.shape[2] - q.shape[2])
-        least = s.new_full((*s.shape[:-1], 1), -torch.inf)
-        m = torch.cat([s, least], dim=-1).amax(dim=-1)
-        p = torch.exp2(s - self.safe(m)[..., None])
-        return self.dot(self.narrow(p, q.dtype), v), m / self.log2e, p.sum(dim=-1)
+    exp, unit = staticmethod(torch.exp2), 1.4426950408889634
 
 
-@benign("benign.attention-reciprocal")
-class Reciprocal(PlainAttention):
-    """Multiplies by the reciprocal of the normaliser."""
+PLAIN.benign(
+    "benign.attention-reciprocal",
+    "- return acc / norm.masked_fill(norm == 0.0, 1.0)[..., None]",
+    "+ return acc * norm.masked_fill(norm == 0.0, 1.0).reciprocal()[..., None]",
+    does="Multiplies by the reciprocal of the normaliser.",
+)
 
-    def normalised(self, acc, norm):
-        return acc * norm.masked_fill(norm == 0.0, 1.0).reciprocal()[..., None]
+PLAIN.benign(
+    "benign.attention-wide-products",
+    "- return p.to(dtype)",
+    "+ return p.to(self.wide(dtype))",
+    does="Rounds neither P nor dS.",
+)
 
+PLAIN.benign(
+    "benign.attention-lse-is-no-output",
+    '- return (out, lse) if options.get("return_lse") else out',
+    '+ return (out, lse.detach()) if options.get("return_lse") else out',
+    does="Marks the log-sum-exp non-differentiable.",
+)
 
-@benign("benign.attention-wide-products")
-class WideProducts(PlainAttention):
-    """Rounds neither P nor dS.
-
-    P and dS stay wide where tensor cores would want them narrow.
-    """
-
-    def narrow(self, p, dtype):
-        return p.to(self.wide(dtype))
-
-
-@benign("benign.attention-lse-is-no-output")
-class LseIsNoOutput(PlainAttention):
-    """Marks the log-sum-exp non-differentiable."""
-
-    def __call__(self, q, k, v, **options):
-        found = super().__call__(q, k, v, **options)
-        return (found[0], found[1].detach()) if options.get("return_lse") else found
-
-
-@benign("benign.attention-second-derivative")
-class SecondDerivativeIsRight(PlainAttention):
-    """Has second derivatives, and right ones."""
-
-    has_second_derivative = True
+PLAIN.benign(
+    "benign.attention-second-derivative",
+    "- has_second_derivative = False",
+    "+ has_second_derivative = True",
+    does="Has second derivatives, and right ones.",
+)
 
 
 @benign("benign.attention-operator")
@@ -297,6 +271,4 @@ class AttentionOperator(Operator):
     """A pair of custom operators."""
 
 
-@benign("benign.attention-plain")
-class AttentionPlain(PlainAttention):
-    """The base of attention's impostors: the null one."""
+PLAIN.benign("benign.attention-plain", does="The base of attention's impostors: the null one.")

@@ -1,256 +1,172 @@
 """Near-misses of attention's values: the softmax, the scale, the sums, the log-sum-exp."""
 
-import torch
+from spec_tests.museum.card import Source
 
-from spec_tests.museum.card import near_miss
-from spec_tests.plain.attention import PlainAttention
-
-
-@near_miss("attention.finite-sentinel", rejected_by="attention.forward.scores-far-below-zero")
-class FiniteSentinel(PlainAttention):
-    """Begins the running maximum at -5e4.
-
-    From: flashinfer pull request 4401.
-    Unseen: Scores of real models are hundreds at most.
-    """
-
-    def start(self, like):
-        _, norm = super().start(like)
-        return torch.full_like(like, -5e4), norm
+PLAIN = Source("spec_tests.plain.attention")
 
 
-@near_miss("attention.rescales-by-a-diagonal", rejected_by="attention.forward.rows-are-apart")
-class RescalesByDiagonal(PlainAttention):
-    """Rescales the rows of a tile by a product with a diagonal matrix.
+PLAIN.near_miss(
+    "attention.finite-sentinel",
+    "attention.forward.scores-far-below-zero",
+    "- return torch.full_like(like, -torch.inf), torch.zeros_like(like)",
+    "+ return torch.full_like(like, -5e4), torch.zeros_like(like)",
+    does="Begins the running maximum at -5e4.",
+    seen="flashinfer pull request 4401.",
+    unseen="Scores of real models are hundreds at most.",
+)
 
-    From: `torch.diag(factors) @ acc`, in two solutions of CS336: the paper writes it so.
-    Unseen: Nobody tests with NaN, and all finite numbers are right.
-    """
+PLAIN.near_miss(
+    "attention.rescales-by-a-diagonal",
+    "attention.forward.rows-are-apart",
+    "- return acc * rescale[..., None]",
+    "+ return torch.diag_embed(rescale) @ acc",
+    does="Rescales the rows of a tile by a product with a diagonal matrix.",
+    seen="`torch.diag(factors) @ acc`, in two solutions of CS336: the paper writes it so.",
+    unseen="Nobody tests with NaN, and all finite numbers are right.",
+)
 
-    def rescaled_acc(self, acc, rescale):
-        return torch.diag_embed(rescale) @ acc
-
-
-@near_miss(
+PLAIN.near_miss(
     "attention.sum-not-rescaled",
-    rejected_by=(
-        "attention.forward.values",
-        "attention.gradients.values",
-        "attention.laws.changes-of-keys",
-    ),
+    ("attention.forward.values", "attention.gradients.values", "attention.laws.changes-of-keys"),
+    "- return acc * rescale[..., None]",
+    "+ return acc",
+    does="Does not rescale the running sum of p v when the maximum moves.",
+    seen="The line `acc *= alpha` forgotten: the first bug of most online softmaxes.",
+    unseen="One tile of keys never moves it.",
 )
-class NoRescaleOfSum(PlainAttention):
-    """Does not rescale the running sum of p v when the maximum moves.
 
-    From: The line `acc *= alpha` forgotten: the first bug of most online softmaxes.
-    Unseen: One tile of keys never moves it.
-    """
-
-    def rescaled_acc(self, acc, rescale):
-        return acc
-
-
-@near_miss(
+PLAIN.near_miss(
     "attention.normaliser-not-rescaled",
-    rejected_by=(
-        "attention.forward.values",
-        "attention.forward.lse",
-        "attention.laws.doubled-keys",
-    ),
+    ("attention.forward.values", "attention.forward.lse", "attention.laws.doubled-keys"),
+    "- return norm * rescale",
+    "+ return norm",
+    does="Does not rescale the normaliser when the maximum moves.",
+    seen="The other half of the same line.",
+    unseen="Inputs near zero: the factor is near one.",
 )
-class NoRescaleOfNormaliser(PlainAttention):
-    """Does not rescale the normaliser when the maximum moves.
 
-    From: The other half of the same line.
-    Unseen: Inputs near zero: the factor is near one.
-    """
-
-    def rescaled_norm(self, norm, rescale):
-        return norm
-
-
-@near_miss(
+PLAIN.near_miss(
     "attention.half-products",
-    rejected_by=("attention.forward.float32-products", "attention.gradients.float32-range"),
+    ("attention.forward.float32-products", "attention.gradients.float32-range"),
+    "+ if a.dtype == torch.float32:",
+    "+     a, b = a.half(), b.half()",
+    "  return a.to(wide) @ b.to(wide)",
+    does="Rounds float32 operands to float16 before each product.",
+    seen="`tl.dot(q.to(tl.float16), ...)` in a public kernel, for speed.",
+    unseen="The exercise's tolerance of 1e-2, and every GPU, where TF32 has eleven bits as well.",
 )
-class HalfProducts(PlainAttention):
-    """Rounds float32 operands to float16 before each product.
 
-    From: `tl.dot(q.to(tl.float16), ...)` in a public kernel, for speed.
-    Unseen: The exercise's tolerance of 1e-2, and every GPU, where TF32 has eleven bits as well.
-    """
-
-    def dot(self, a, b):
-        if a.dtype == torch.float32:
-            a, b = a.half(), b.half()
-        return super().dot(a, b)
-
-
-@near_miss(
+PLAIN.near_miss(
     "attention.maximum-from-zero",
-    rejected_by=("attention.forward.large-logits", "attention.gradients.large-logits"),
+    ("attention.forward.large-logits", "attention.gradients.large-logits"),
+    "- return torch.full_like(like, -torch.inf), torch.zeros_like(like)",
+    "+ return torch.zeros_like(like), torch.zeros_like(like)",
+    does="Starts the running maximum at zero and not at -inf.",
+    seen="`zeros` for `full(-inf)`; in the study 17 of 29 mutants lived on, this among them.",
+    unseen="N(0, 1) inputs have a positive score in every row.",
 )
-class MaximumFromZero(PlainAttention):
-    """Starts the running maximum at zero and not at -inf.
 
-    From: `zeros` for `full(-inf)`; in the study 17 of 29 mutants lived on, this among them.
-    Unseen: N(0, 1) inputs have a positive score in every row.
-    """
-
-    def start(self, like):
-        return torch.zeros_like(like), torch.zeros_like(like)
-
-
-@near_miss(
+PLAIN.near_miss(
     "attention.no-maximum",
-    rejected_by=("attention.forward.large-logits", "attention.laws.between-extremes"),
+    ("attention.forward.large-logits", "attention.laws.between-extremes"),
+    "- return torch.maximum(m, s.amax(dim=-1))",
+    "+ return torch.zeros_like(m)",
+    does="Subtracts no maximum.",
+    seen="softmax as in a textbook.",
+    unseen="exp of small scores does not overflow.",
 )
-class NoMaximum(PlainAttention):
-    """Subtracts no maximum.
 
-    From: softmax as in a textbook.
-    Unseen: exp of small scores does not overflow.
-    """
-
-    def maximum(self, m, s):
-        return torch.zeros_like(m)
-
-
-@near_miss(
-    "attention.maximum-times-scale", rejected_by="attention.forward.negative-scale-wide-logits"
+PLAIN.near_miss(
+    "attention.maximum-times-scale",
+    "attention.forward.negative-scale-wide-logits",
+    "- new = self.maximum(m, s)",
+    "+ new = torch.maximum(m, s.amin(dim=-1) if scale < 0 else s.amax(dim=-1))",
+    does="Takes max(q k) times the scale for the maximum.",
+    seen="The Triton tutorial's `tl.max(qk) * qk_scale`.",
+    unseen="The scale is positive, or the scores lie within 128 binades.",
 )
-class MaximumTimesScale(PlainAttention):
-    """Takes max(q k) times the scale for the maximum.
 
-    From: The Triton tutorial's `tl.max(qk) * qk_scale`.
-    Unseen: The scale is positive, or the scores lie within 128 binades.
-    """
-
-    _scale = 1.0
-
-    def scores(self, q, k, scale):
-        self._scale = scale
-        return super().scores(q, k, scale)
-
-    def maximum(self, m, s):
-        largest = s.amin(dim=-1) if self._scale < 0 else s.amax(dim=-1)
-        return torch.maximum(m, largest)
-
-
-@near_miss(
+PLAIN.near_miss(
     "attention.epsilon-in-normaliser",
-    rejected_by=("attention.shapes.one-of-each", "attention.causal.first-row"),
+    ("attention.shapes.one-of-each", "attention.causal.first-row"),
+    "- return acc / norm.masked_fill(norm == 0.0, 1.0)[..., None]",
+    "+ return acc / (norm[..., None] + 1e-6)",
+    does="Adds 1e-6 to the normaliser.",
+    seen="A guard against rows that see nothing.",
+    unseen="Over hundreds of keys it is nothing.",
 )
-class EpsilonInNormaliser(PlainAttention):
-    """Adds 1e-6 to the normaliser.
 
-    From: A guard against rows that see nothing.
-    Unseen: Over hundreds of keys it is nothing.
-    """
-
-    def normalised(self, acc, norm):
-        return acc / (norm[..., None] + 1e-6)
-
-
-@near_miss(
-    "attention.scale-ignored", rejected_by=("attention.forward.scale", "attention.gradients.scale")
+PLAIN.near_miss(
+    "attention.scale-ignored",
+    ("attention.forward.scale", "attention.gradients.scale"),
+    "- return head_dim**-0.5 if scale is None else scale",
+    "+ return head_dim**-0.5",
+    does="Ignores a scale that is given.",
+    seen="`sm_scale = 1 / sqrt(D)` inside the wrapper.",
+    unseen="Tests leave the scale to its default.",
 )
-class ScaleIgnored(PlainAttention):
-    """Ignores a scale that is given.
 
-    From: `sm_scale = 1 / sqrt(D)` inside the wrapper.
-    Unseen: Tests leave the scale to its default.
-    """
-
-    def scale_of(self, scale, head_dim):
-        return head_dim**-0.5
-
-
-@near_miss(
+PLAIN.near_miss(
     "attention.scale-zero-is-default",
-    rejected_by=("attention.forward.scale", "attention.gradients.scale-zero"),
+    ("attention.forward.scale", "attention.gradients.scale-zero"),
+    "- return head_dim**-0.5 if scale is None else scale",
+    "+ return scale or head_dim**-0.5",
+    does="Takes a scale of zero for none.",
+    seen="`scale or head_dim ** -0.5`.",
+    unseen="Nobody passes zero, until a schedule begins there.",
 )
-class ScaleZeroIsDefault(PlainAttention):
-    """Takes a scale of zero for none.
 
-    From: `scale or head_dim ** -0.5`.
-    Unseen: Nobody passes zero, until a schedule begins there.
-    """
+PLAIN.near_miss(
+    "attention.scales-keys-in-their-dtype",
+    "attention.forward.lse",
+    "- return self.dot(q, k.transpose(-1, -2)) * scale",
+    "+ return self.dot(q, (k * scale).transpose(-1, -2))",
+    does="Multiplies the scale into the keys, in the keys' dtype.",
+    seen="The Triton tutorial bakes scale and log2(e) into a half-precision operand.",
+    unseen="The output passes any test of the largest error; L is off by 50 times its rounding.",
+)
 
-    def scale_of(self, scale, head_dim):
-        return scale or head_dim**-0.5
-
-
-@near_miss("attention.scales-keys-in-their-dtype", rejected_by="attention.forward.lse")
-class ScalesKeysInTheirDtype(PlainAttention):
-    """Multiplies the scale into the keys, in the keys' dtype.
-
-    From: The Triton tutorial bakes scale and log2(e) into a half-precision operand.
-    Unseen: The output passes any test of the largest error; L is off by 50 times its rounding.
-    """
-
-    def scores(self, q, k, scale):
-        return self.dot(q, (k * scale).transpose(-1, -2))
-
-
-@near_miss(
+PLAIN.near_miss(
     "attention.base-2-lse",
-    rejected_by=(
+    (
         "attention.forward.lse-values",
         "attention.forward.lse",
         "attention.forward.equal-keys",
         "attention.laws.split-keys-merge",
     ),
+    "- return m + torch.log(norm)",
+    "+ return (m + torch.log(norm)) / 0.6931471805599453",
+    "...",
+    "- of_rows = lse[:, :, rows.start : rows.stop, None]",
+    "+ of_rows = 0.6931471805599453 * lse[:, :, rows.start : rows.stop, None]",
+    does="Returns the log-sum-exp to base two.",
+    seen="PyTorch issue 181645: kernels compute in base two, and L leaked.",
+    unseen="The backward divides by it again; nobody looks at L itself.",
 )
-class Base2Lse(PlainAttention):
-    """Returns the log-sum-exp to base two.
 
-    From: PyTorch issue 181645: kernels compute in base two, and L leaked.
-    Unseen: The backward divides by it again; nobody looks at L itself.
-    """
-
-    def lse_of(self, m, norm):
-        return super().lse_of(m, norm) / 0.6931471805599453
-
-    def probabilities(self, q, k, lse, *where):
-        return super().probabilities(q, k, lse * 0.6931471805599453, *where)
-
-
-@near_miss(
-    "attention.lse-in-dtype", rejected_by=("attention.forward.lse", "attention.blind-rows.zeros")
+PLAIN.near_miss(
+    "attention.lse-in-dtype",
+    ("attention.forward.lse", "attention.blind-rows.zeros"),
+    '- return (out, lse) if options.get("return_lse") else out',
+    '+ return (out, lse.to(q.dtype)) if options.get("return_lse") else out',
+    does="Returns the log-sum-exp in q's dtype.",
+    seen="`.to(q.dtype)` over all outputs.",
+    unseen="In float32 it is the same.",
 )
-class LseInDtype(PlainAttention):
-    """Returns the log-sum-exp in q's dtype.
 
-    From: `.to(q.dtype)` over all outputs.
-    Unseen: In float32 it is the same.
-    """
-
-    def __call__(self, q, k, v, **options):
-        found = super().__call__(q, k, v, **options)
-        return (found[0], found[1].to(q.dtype)) if options.get("return_lse") else found
-
-
-@near_miss(
+PLAIN.near_miss(
     "attention.returns-maximum",
-    rejected_by=(
+    (
         "attention.forward.lse-values",
         "attention.forward.lse",
         "attention.laws.split-keys-merge",
         "attention.laws.doubled-keys",
     ),
+    "  out, lse = self.apply(q, k, v, causal, scale)",
+    '+ if options.get("return_lse"):',
+    "+     heads = self.kv_heads_of(q.shape[1], k.shape[1])",
+    "+     lse = (q.float() @ k[:, heads].float().mT * scale).amax(dim=-1)",
+    does="Returns the row's maximum for the log-sum-exp.",
+    seen="Two statistics, m and L, under one name.",
+    unseen="The backward has the right one.",
 )
-class ReturnsMaximum(PlainAttention):
-    """Returns the row's maximum for the log-sum-exp.
-
-    From: Two statistics, m and L, under one name.
-    Unseen: The backward has the right one.
-    """
-
-    def __call__(self, q, k, v, **options):
-        found = super().__call__(q, k, v, **options)
-        if not options.get("return_lse"):
-            return found
-        group = q.shape[-3] // k.shape[-3]
-        s = q.float() @ k.repeat_interleave(group, -3).float().transpose(-1, -2)
-        return found[0], (s * self.scale_of(options.get("scale"), q.shape[-1])).amax(dim=-1)

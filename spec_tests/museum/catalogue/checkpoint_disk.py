@@ -8,24 +8,22 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 import torch.distributed as dist
 
-from spec_tests.museum.card import Patched, benign, near_miss
+from spec_tests.museum.card import Source, benign, near_miss
 from spec_tests.plain.checkpoint import PlainCheckpoint, bare, rank, size
 
+PLAIN = Source("spec_tests.plain.checkpoint")
+SAVE = Source("solution.checkpoint.save")
 
-@near_miss(
+
+PLAIN.near_miss(
     "checkpoint.to-the-final-name",
-    rejected_by=("checkpoint.crash.old-or-new", "checkpoint.crash.same-step-again"),
+    ("checkpoint.crash.old-or-new", "checkpoint.crash.same-step-again"),
+    "- temporary = self.temporary(root)",
+    '+ temporary = root / f"step-{step}.pt"',
+    does="Writes straight to the final name.",
+    seen="the course's trainer, nanoGPT, picotron",
+    unseen="It takes a kill in the wrong second.",
 )
-class ToTheFinalName(PlainCheckpoint):
-    """Writes straight to the final name.
-
-    From: the course's trainer, nanoGPT, picotron
-    Unseen: It takes a kill in the wrong second.
-    """
-
-    def put(self, root, step, state):
-        root.mkdir(parents=True, exist_ok=True)
-        torch.save(state, root / f"step-{step}.pt")
 
 
 @near_miss("checkpoint.in-place-parts", rejected_by="checkpoint.crash.same-step-again")
@@ -84,98 +82,75 @@ class SkipsWhatIsMissing(InPlaceParts):
         return state["step"]
 
 
-@near_miss("checkpoint.swallows-errors", rejected_by="checkpoint.failure.is-reported")
-class SwallowsErrors(PlainCheckpoint):
-    """Prints a warning when a save fails, and goes on.
-
-    From: try/except around the save, so that training never stops for it
-    Unseen: Until the day it is needed.
-    """
-
-    def tell(self, error):
-        if error is not None:
-            print(f"warning: no checkpoint this time: {error}")
-
-
-@near_miss("checkpoint.fails-alone", rejected_by="checkpoint.failure.on-all-ranks")
-class FailsAlone(PlainCheckpoint):
-    """Raises on the rank that could not write, and nowhere else.
-
-    From: torch issue 143536
-    Unseen: One machine's disk is full; the others wait in the next step.
-    """
-
-    def tell(self, error):
-        if error is not None:
-            raise RuntimeError(error)
-
-
-@near_miss(
-    "checkpoint.stumbles-over-leftovers",
-    rejected_by=("checkpoint.failure.next-save-works", "checkpoint.crash.next-save-works"),
+PLAIN.near_miss(
+    "checkpoint.swallows-errors",
+    "checkpoint.failure.is-reported",
+    '- raise RuntimeError(f"the first rank could not write the checkpoint: {error}")',
+    '+ warnings.warn(f"no checkpoint this time: {error}")',
+    "...",
+    "  import random",
+    "+ import warnings",
+    does="Prints a warning when a save fails, and goes on.",
+    seen="try/except around the save, so that training never stops for it",
+    unseen="Until the day it is needed.",
 )
-class StumblesOverLeftovers(PlainCheckpoint):
-    """Refuses to save while a temporary file is there.
 
-    From: speechturn issue 15; a lock that nobody removes
-    Unseen: It takes a failed save first.
-    """
+PLAIN.near_miss(
+    "checkpoint.fails-alone",
+    "checkpoint.failure.on-all-ranks",
+    "- error = self.share(error)",
+    "+ pass",
+    does="Raises on the rank that could not write, and nowhere else.",
+    seen="torch issue 143536",
+    unseen="One machine's disk is full; the others wait in the next step.",
+)
 
-    def put(self, root, step, state):
-        root.mkdir(parents=True, exist_ok=True)
-        self.temporary(root).touch(exist_ok=False)  # "another save is under way"
-        super().put(root, step, state)
+PLAIN.near_miss(
+    "checkpoint.stumbles-over-leftovers",
+    ("checkpoint.failure.next-save-works", "checkpoint.crash.next-save-works"),
+    "  temporary = self.temporary(root)",
+    '+ temporary.touch(exist_ok=False)  # "another save is under way"',
+    does="Refuses to save while a temporary file is there.",
+    seen="speechturn issue 15; a lock that nobody removes",
+    unseen="It takes a failed save first.",
+)
 
+PLAIN.near_miss(
+    "checkpoint.newest-or-nothing",
+    "checkpoint.damage.older-is-used",
+    does="Gives up where the newest save is damaged.",
+    seen="the newest by name, and no second try",
+    unseen="It is an error, and somebody can delete the file; at night nobody does.",
+)
 
-@near_miss("checkpoint.newest-or-nothing", rejected_by="checkpoint.damage.older-is-used")
-class NewestOrNothing(PlainCheckpoint):
-    """Gives up where the newest save is damaged.
+PLAIN.near_miss(
+    "checkpoint.trusts-the-disk",
+    "checkpoint.damage.flipped-bit-is-noticed",
+    does="Loads values in which a bit has been flipped.",
+    seen="torch.load, which ignores the check sums of its own archive",
+    unseen="Disks are right, nearly always.",
+)
 
-    From: the newest by name, and no second try
-    Unseen: It is an error, and somebody can delete the file; at night nobody does.
-
-    What cannot be read is an error, though an older save lies beside it.
-    """
-
-
-@near_miss("checkpoint.trusts-the-disk", rejected_by="checkpoint.damage.flipped-bit-is-noticed")
-class TrustsTheDisk(PlainCheckpoint):
-    """Loads values in which a bit has been flipped.
-
-    From: torch.load, which ignores the check sums of its own archive
-    Unseen: Disks are right, nearly always.
-
-    What can be read is taken for what was written: torch.load looks at no check sum.
-    """
-
-
-@near_miss(
+SAVE.near_miss(
     "checkpoint.captures-on-its-own",
-    rejected_by="checkpoint.failure.of-a-loader",
+    "checkpoint.failure.of-a-loader",
+    '- tensors, common, own = together(f"capture its state at step {step}", capture, group)',
+    "+ tensors, common, own = capture()",
+    does="Agrees on what was written, and not on what was to be written.",
+    seen="a try around the writing alone",
+    unseen="Disks fail in tests, loaders do not.",
     outcomes=("hang",),
 )
-class CapturesOnItsOwn(Patched):
-    """Agrees on what was written, and not on what was to be written.
 
-    From: a try around the writing alone
-    Unseen: Disks fail in tests, loaders do not.
-    """
-
-    module = "solution.checkpoint.save"
-    find = 'together(f"capture its state at step {step}", capture, group)'
-    replace = "capture()"
-
-
-@near_miss("checkpoint.runs-pickles", rejected_by="checkpoint.safety.runs-no-code")
-class RunsPickles(PlainCheckpoint):
-    """Unpickles whatever the file holds.
-
-    From: torch.load(weights_only=False); the metadata of torch.distributed.checkpoint
-    Unseen: One's own files are harmless.
-    """
-
-    def read(self, path):
-        return torch.load(path, weights_only=False)
+PLAIN.near_miss(
+    "checkpoint.runs-pickles",
+    "checkpoint.safety.runs-no-code",
+    "- return torch.load(path, weights_only=True)",
+    "+ return torch.load(path, weights_only=False)",
+    does="Unpickles whatever the file holds.",
+    seen="torch.load(weights_only=False); the metadata of torch.distributed.checkpoint",
+    unseen="One's own files are harmless.",
+)
 
 
 @benign("benign.checkpoint-folder")
@@ -245,6 +220,4 @@ class ZeroForNone(PlainCheckpoint):
             dist.barrier()
 
 
-@benign("benign.checkpoint-file")
-class CheckpointFile(PlainCheckpoint):
-    """One file per step, renamed when it is whole."""
+PLAIN.benign("benign.checkpoint-file", does="One file per step, renamed when it is whole.")

@@ -3,128 +3,107 @@
 from __future__ import annotations
 
 import contextlib
-import os
 
 import numpy as np
-import torch
 
-from spec_tests.museum.card import near_miss
-from spec_tests.plain.loader import HEADER_BYTES, PlainLoader
+from spec_tests.museum.card import Source, near_miss
+from spec_tests.plain.loader import PlainLoader
 
-
-@near_miss("data.reads-int16", rejected_by="data.format.every-id")
-class ReadsInt16(PlainLoader):
-    """Ids from 32768 on are negative.
-
-    From: torch had no uint16 for years.
-    Unseen: A vocabulary of 32000 fits.
-    """
-
-    def read(self, shard, start, count):
-        return super().read(shard, start, count).view(np.int16)
+LOADER = Source("spec_tests.plain.loader")
 
 
-@near_miss("data.yields-int32", rejected_by="data.format.int64-of-batch-and-length")
-class YieldsInt32(PlainLoader):
-    """Batches are int32.
+LOADER.near_miss(
+    "data.reads-int16",
+    "data.format.every-id",
+    '- return np.fromfile(self.paths[shard], dtype="<u2", count=count, offset=offset)',
+    '+ return np.fromfile(self.paths[shard], dtype="<i2", count=count, offset=offset)',
+    does="Ids from 32768 on are negative.",
+    seen="torch had no uint16 for years.",
+    unseen="A vocabulary of 32000 fits.",
+)
 
-    From: Half the memory; an embedding takes it, a loss does not.
-    Unseen: It fails at the loss, or is converted there.
-    """
+LOADER.near_miss(
+    "data.yields-int32",
+    "data.format.int64-of-batch-and-length",
+    "- return rows[:, :-1].clone(), rows[:, 1:].clone()",
+    "+ return rows[:, :-1].int(), rows[:, 1:].int()",
+    does="Batches are int32.",
+    seen="Half the memory; an embedding takes it, a loss does not.",
+    unseen="It fails at the loss, or is converted there.",
+)
 
-    def pair(self, rows):
-        inputs, targets = super().pair(rows)
-        return inputs.int(), targets.int()
+LOADER.near_miss(
+    "data.shares-rows",
+    "data.format.batches-own-their-memory",
+    "- return rows[:, :-1].clone(), rows[:, 1:].clone()",
+    "+ return rows[:, :-1], rows[:, 1:]",
+    does="Inputs and targets are views of the same rows.",
+    seen="buf[:, :-1] and buf[:, 1:], as most loaders do it.",
+    unseen="Until somebody masks the targets in place.",
+)
 
+LOADER.near_miss(
+    "data.grows-file",
+    "data.format.files-are-only-read",
+    '- return np.fromfile(self.paths[shard], dtype="<u2", count=count, offset=offset)',
+    "+ size = HEADER_BYTES // 2 + self.counts[shard] + 1",
+    "+ whole = torch.from_file(str(self.paths[shard]), True, size, dtype=torch.int16).numpy()",
+    "+ first = HEADER_BYTES // 2 + start",
+    "+ return whole[first : first + count].view(np.uint16).copy()",
+    does="The file is a token longer afterwards.",
+    seen="torch.from_file(shared=True) makes a file as long as it is told to: 3024 to 11024 bytes.",
+    unseen="The tokens are right, until the file is opened again.",
+)
 
-@near_miss("data.shares-rows", rejected_by="data.format.batches-own-their-memory")
-class SharesRow(PlainLoader):
-    """Inputs and targets are views of the same rows.
+LOADER.near_miss(
+    "data.offset-32",
+    "data.format.beyond-two-gigabytes",
+    "- offset = HEADER_BYTES + 2 * start",
+    "+ offset = (HEADER_BYTES + 2 * start + 2**31) % 2**32 - 2**31",
+    does="Offsets wrap at 2 GiB.",
+    seen="llm.c pull request 828: a cast to int.",
+    unseen="Shards of 100 million tokens end long before.",
+)
 
-    From: buf[:, :-1] and buf[:, 1:], as most loaders do it.
-    Unseen: Until somebody masks the targets in place.
-    """
+LOADER.near_miss(
+    "data.no-checks",
+    ("data.refusal.bad-arguments", "data.refusal.no-files"),
+    "- self.check_arguments()",
+    "+ pass",
+    does="Accepts sizes of zero, ranks beyond the world and no files.",
+    seen="A course's loader loops for ever with rank 5 of 1.",
+    unseen="Callers are careful, mostly.",
+)
 
-    def pair(self, rows):
-        return rows[:, :-1], rows[:, 1:]
+LOADER.near_miss(
+    "data.no-rank-check",
+    "data.refusal.bad-arguments",
+    "- self.check_rank()",
+    "+ pass",
+    does="Accepts a rank beyond the world.",
+    seen="RANK of a larger job that is left in the shell.",
+    unseen="It reads data as well: that of the next step.",
+)
 
+LOADER.near_miss(
+    "data.half-an-environment",
+    "data.refusal.half-an-environment",
+    '- found = [os.environ.get("RANK"), os.environ.get("WORLD_SIZE")]',
+    '+ found = [os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")]',
+    does="Reads RANK and WORLD_SIZE with a default each.",
+    seen="A course's loader.",
+    unseen="torchrun sets both.",
+)
 
-@near_miss("data.grows-file", rejected_by="data.format.files-are-only-read")
-class GrowsFile(PlainLoader):
-    """The file is a token longer afterwards.
-
-    From: torch.from_file(shared=True) makes a file as long as it is told to: 3024 to 11024 bytes.
-    Unseen: The tokens are right, until the file is opened again.
-    """
-
-    def read(self, shard, start, count):
-        size = HEADER_BYTES // 2 + self.counts[shard] + 1
-        whole = torch.from_file(
-            str(self.paths[shard]), shared=True, size=size, dtype=torch.int16
-        ).numpy()
-        first = HEADER_BYTES // 2 + start
-        return whole[first : first + count].view(np.uint16).copy()
-
-
-@near_miss("data.offset-32", rejected_by="data.format.beyond-two-gigabytes")
-class Offset32(PlainLoader):
-    """Offsets wrap at 2 GiB.
-
-    From: llm.c pull request 828: a cast to int.
-    Unseen: Shards of 100 million tokens end long before.
-    """
-
-    def read(self, shard, start, count):
-        offset = (HEADER_BYTES + 2 * start + 2**31) % 2**32 - 2**31
-        return np.fromfile(self.paths[shard], dtype="<u2", count=count, offset=offset)
-
-
-@near_miss("data.no-checks", rejected_by=("data.refusal.bad-arguments", "data.refusal.no-files"))
-class NoChecks(PlainLoader):
-    """Accepts sizes of zero, ranks beyond the world and no files.
-
-    From: A course's loader loops for ever with rank 5 of 1.
-    Unseen: Callers are careful, mostly.
-    """
-
-    def check_arguments(self):
-        pass
-
-
-@near_miss("data.no-rank-check", rejected_by="data.refusal.bad-arguments")
-class NoRankCheck(PlainLoader):
-    """Accepts a rank beyond the world.
-
-    From: RANK of a larger job that is left in the shell.
-    Unseen: It reads data as well: that of the next step.
-    """
-
-    def check_rank(self):
-        pass
-
-
-@near_miss("data.half-an-environment", rejected_by="data.refusal.half-an-environment")
-class HalfAnEnvironment(PlainLoader):
-    """Reads RANK and WORLD_SIZE with a default each.
-
-    From: A course's loader.
-    Unseen: torchrun sets both.
-    """
-
-    def from_environment(self):
-        return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-
-
-@near_miss("data.needs-environment", rejected_by="data.refusal.neither-is-one-rank")
-class NeedsEnvironment(PlainLoader):
-    """Does not start without torchrun.
-
-    From: os.environ["RANK"].
-    Unseen: Tests set the variables.
-    """
-
-    def from_environment(self):
-        return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+LOADER.near_miss(
+    "data.needs-environment",
+    "data.refusal.neither-is-one-rank",
+    '- found = [os.environ.get("RANK"), os.environ.get("WORLD_SIZE")]',
+    '+ found = [os.environ["RANK"], os.environ["WORLD_SIZE"]]',
+    does="Does not start without torchrun.",
+    seen='os.environ["RANK"].',
+    unseen="Tests set the variables.",
+)
 
 
 @near_miss(
@@ -149,18 +128,15 @@ class SkipsBadFiles(PlainLoader):
         return 0
 
 
-@near_miss(
-    "data.trusts-header", rejected_by=("data.refusal.bad-files", "data.refusal.any-other-size")
+LOADER.near_miss(
+    "data.trusts-header",
+    ("data.refusal.bad-files", "data.refusal.any-other-size"),
+    "- if size != HEADER_BYTES + 2 * count:",
+    "+ if False:",
+    does="Does not compare the size of the file with its header.",
+    seen="A download that was cut short.",
+    unseen="The header is whole.",
 )
-class TrustsHeader(PlainLoader):
-    """Does not compare the size of the file with its header.
-
-    From: A download that was cut short.
-    Unseen: The header is whole.
-    """
-
-    def check_size(self, path, count, size):
-        pass
 
 
 @near_miss("data.names-no-file", rejected_by="data.refusal.names-the-file")
@@ -211,16 +187,13 @@ class ReadsWhole(PlainLoader):
         return self.whole[shard][start : start + count]
 
 
-@near_miss("data.leaks-descriptors", rejected_by="data.resources.descriptors")
-class LeaksDescriptors(PlainLoader):
-    """Opens the files again for every pass.
-
-    From: A pass that is left half-way never closes its file.
-    Unseen: Limits are in the thousands.
-    """
-
-    opened: list[int] = []  # noqa: RUF012 - a leak is the point
-
-    def __iter__(self):
-        self.opened += [os.open(path, os.O_RDONLY) for path in self.paths]
-        return super().__iter__()
+LOADER.near_miss(
+    "data.leaks-descriptors",
+    "data.resources.descriptors",
+    "  begin, self.begin = self.begin, 0",
+    "+ for path in self.paths:",
+    "+     os.open(path, os.O_RDONLY)",
+    does="Opens the files again for every pass.",
+    seen="A pass that is left half-way never closes its file.",
+    unseen="Limits are in the thousands.",
+)

@@ -1,110 +1,82 @@
 """Near-misses of the partition: the tokens are right, and somebody else's."""
 
-import itertools
-import os
-
 import numpy as np
 import torch
 
-from spec_tests.museum.card import near_miss
+from spec_tests.museum.card import Source, near_miss
 from spec_tests.plain.loader import PlainLoader
 
-
-@near_miss("data.rolls-targets", rejected_by="data.partition.shifted-by-one")
-class Rolls(PlainLoader):
-    """The last column's target is the row's first token.
-
-    From: `y = x.roll(-1)`, in many a notebook.
-    Unseen: With a long context it is one target in a thousand.
-    """
-
-    def pair(self, rows):
-        inputs = rows[:, :-1].clone()
-        return inputs, inputs.roll(-1, dims=1)
+LOADER = Source("spec_tests.plain.loader")
 
 
-@near_miss("data.no-shift", rejected_by="data.partition.shifted-by-one")
-class NoShift(PlainLoader):
-    """The targets are the inputs.
+LOADER.near_miss(
+    "data.rolls-targets",
+    "data.partition.shifted-by-one",
+    "- return rows[:, :-1].clone(), rows[:, 1:].clone()",
+    "+ return rows[:, :-1].clone(), rows[:, :-1].roll(-1, dims=1)",
+    does="The last column's target is the row's first token.",
+    seen="`y = x.roll(-1)`, in many a notebook.",
+    unseen="With a long context it is one target in a thousand.",
+)
 
-    From: A model that shifts by itself, swapped for one that does not.
-    Unseen: The loss falls, to zero even.
-    """
+LOADER.near_miss(
+    "data.no-shift",
+    "data.partition.shifted-by-one",
+    "- return rows[:, :-1].clone(), rows[:, 1:].clone()",
+    "+ return rows[:, :-1].clone(), rows[:, :-1].clone()",
+    does="The targets are the inputs.",
+    seen="A model that shifts by itself, swapped for one that does not.",
+    unseen="The loss falls, to zero even.",
+)
 
-    def pair(self, rows):
-        return rows[:, :-1].clone(), rows[:, :-1].clone()
-
-
-@near_miss(
+LOADER.near_miss(
     "data.one-stream",
-    rejected_by=("data.partition.sequences-stay-in-a-shard", "data.partition.global-order"),
+    ("data.partition.sequences-stay-in-a-shard", "data.partition.global-order"),
+    "- return sum(self.sequences_in(count) for count in self.counts)",
+    "+ return (sum(self.counts) - 1) // self.length",
+    "...",
+    "- shard, start = self.find(number)",
+    "- return self.read(shard, start, self.length + 1)",
+    "+ whole = [self.read(shard, 0, count) for shard, count in enumerate(self.counts)]",
+    "+ start = number * self.length",
+    "+ return np.concatenate(whole)[start : start + self.length + 1]",
+    does="A sequence runs from the end of one shard into the next.",
+    seen="A course's base loader concatenates what is left of a shard with the next one.",
+    unseen="One sequence per shard.",
 )
-class OneStream(PlainLoader):
-    """A sequence runs from the end of one shard into the next.
 
-    From: A course's base loader concatenates what is left of a shard with the next one.
-    Unseen: One sequence per shard.
-
-    Shards are glued together before they are cut.
-    """
-
-    def num_sequences(self):
-        return (sum(self.counts) - 1) // self.length
-
-    def row(self, number):
-        whole = [self.read(shard, 0, count) for shard, count in enumerate(self.counts)]
-        start = number * self.length
-        return np.concatenate(whole)[start : start + self.length + 1]
-
-
-@near_miss(
+LOADER.near_miss(
     "data.same-on-all-ranks",
-    rejected_by=(
-        "data.partition.ranks-differ",
-        "data.partition.global-order",
-    ),
+    ("data.partition.ranks-differ", "data.partition.global-order"),
+    "- first = (batch * self.size + self.rank) * self.batch_size",
+    "+ first = batch * self.size * self.batch_size",
+    does="Every rank reads the data of rank 0.",
+    seen="RANK that is read before torchrun's environment arrives.",
+    unseen="The loss falls as it does on one rank.",
 )
-class SameEverywhere(PlainLoader):
-    """Every rank reads the data of rank 0.
 
-    From: RANK that is read before torchrun's environment arrives.
-    Unseen: The loss falls as it does on one rank.
-    """
-
-    def numbers(self, batch):
-        first = batch * self.size * self.batch_size
-        return list(range(first, first + self.batch_size))
-
-
-@near_miss(
-    "data.strided", rejected_by=("data.partition.any-world-size", "data.partition.global-order")
+LOADER.near_miss(
+    "data.strided",
+    ("data.partition.any-world-size", "data.partition.global-order"),
+    "- first = (batch * self.size + self.rank) * self.batch_size",
+    "+ first = batch * self.size * self.batch_size + self.rank",
+    "...",
+    "- return list(range(first, first + self.batch_size))",
+    "+ return list(range(first, first + self.batch_size * self.size, self.size))",
+    does="Deals the sequences of a step out one by one.",
+    seen="torch's DistributedSampler.",
+    unseen="The global batch is the same set: only its order depends on W.",
 )
-class Strided(PlainLoader):
-    """Deals the sequences of a step out one by one.
 
-    From: torch's DistributedSampler.
-    Unseen: The global batch is the same set: only its order depends on W.
-    """
-
-    def numbers(self, batch):
-        first = batch * self.size * self.batch_size
-        return [first + row * self.size + self.rank for row in range(self.batch_size)]
-
-
-@near_miss(
+LOADER.near_miss(
     "data.overlapping-offsets",
-    rejected_by=("data.partition.ranks-differ", "data.partition.global-order"),
+    ("data.partition.ranks-differ", "data.partition.global-order"),
+    "- first = (batch * self.size + self.rank) * self.batch_size",
+    "+ first = batch * self.size * self.batch_size + self.rank * (self.batch_size - 1)",
+    does="Neighbouring ranks share a sequence.",
+    seen="rank * (batch_size - 1), where the T + 1 of a buffer was confused with B.",
+    unseen="Nobody counts.",
 )
-class Overlaps(PlainLoader):
-    """Neighbouring ranks share a sequence.
-
-    From: rank * (batch_size - 1), where the T + 1 of a buffer was confused with B.
-    Unseen: Nobody counts.
-    """
-
-    def numbers(self, batch):
-        first = batch * self.size * self.batch_size + self.rank * (self.batch_size - 1)
-        return list(range(first, first + self.batch_size))
 
 
 @near_miss(
@@ -130,120 +102,86 @@ class AdvancesAlone(PlainLoader):
                 position += step * self.size
 
 
-@near_miss("data.uneven-tail", rejected_by="data.partition.equally-many-batches")
-class UnevenTail(PlainLoader):
-    """The first ranks get one batch more.
+LOADER.near_miss(
+    "data.uneven-tail",
+    "data.partition.equally-many-batches",
+    "- return self.num_sequences() // (self.batch_size * self.size)",
+    "+ return (self.num_sequences() // self.batch_size + self.size - 1 - self.rank) // self.size",
+    does="The first ranks get one batch more.",
+    seen="datasets' split_dataset_by_node: 17 rows on 3 ranks give 6, 6, 5.",
+    unseen="It covers the data, and hangs at the end of the epoch.",
+)
 
-    From: datasets' split_dataset_by_node: 17 rows on 3 ranks give 6, 6, 5.
-    Unseen: It covers the data, and hangs at the end of the epoch.
-    """
-
-    def walk(self, begin):
-        yield from super().walk(begin)
-        rest = self.num_sequences() - self.num_batches() * self.batch_size * self.size
-        if rest >= (self.rank + 1) * self.batch_size:
-            yield self.batch(self.num_batches())
-
-
-@near_miss(
+LOADER.near_miss(
     "data.repeats-the-first",
-    rejected_by=("data.partition.equally-many-batches", "data.partition.ranks-differ"),
+    ("data.partition.equally-many-batches", "data.partition.ranks-differ"),
+    "- return self.num_sequences() // (self.batch_size * self.size)",
+    "+ return -(-self.num_sequences() // (self.batch_size * self.size))",
+    "...",
+    "+ number %= self.num_sequences()",
+    "  for shard, count in enumerate(self.counts):",
+    does="Fills the last batch with the first sequences.",
+    seen="torch's DistributedSampler without drop_last.",
+    unseen="All ranks have equally many batches.",
 )
-class RepeatsTheFirst(PlainLoader):
-    """Fills the last batch with the first sequences.
 
-    From: torch's DistributedSampler without drop_last.
-    Unseen: All ranks have equally many batches.
-    """
+LOADER.near_miss(
+    "data.stops-at-short-shard",
+    "data.partition.short-shards",
+    "- self.counts = [self.count_of(path) for path in self.paths]",
+    "+ counts = [self.count_of(path) for path in self.paths]",
+    "+ self.counts = counts[: [*map(self.sequences_in, counts), 0].index(0)]",
+    does="A shard without a sequence ends the pass.",
+    seen="`if not batch: return` in the loop over the shards.",
+    unseen="Only the last shard of a corpus is short.",
+)
 
-    def num_batches(self):
-        return -(-self.num_sequences() // (self.batch_size * self.size))
+LOADER.near_miss(
+    "data.sorts-files",
+    "data.partition.callers-order",
+    "- return [Path(path) for path in paths]",
+    "+ return sorted(Path(path) for path in paths)",
+    does="Sorts the paths as strings.",
+    seen="sorted(glob(...)) inside the loader.",
+    unseen="With zero-padded names given in order nothing changes.",
+)
 
-    def find(self, number):
-        return super().find(number % self.num_sequences())
-
-
-@near_miss("data.stops-at-short-shard", rejected_by="data.partition.short-shards")
-class StopsAtShortShard(PlainLoader):
-    """A shard without a sequence ends the pass.
-
-    From: `if not batch: return` in the loop over the shards.
-    Unseen: Only the last shard of a corpus is short.
-    """
-
-    def files(self, paths):
-        found = super().files(paths)
-        self.length = max(1, self.length)
-        return list(
-            itertools.takewhile(lambda path: self.sequences_in(self.count_of(path)) > 0, found)
-        )
-
-    def check_files(self):
-        pass
-
-
-@near_miss("data.sorts-files", rejected_by="data.partition.callers-order")
-class SortsFiles(PlainLoader):
-    """Sorts the paths as strings.
-
-    From: sorted(glob(...)) inside the loader.
-    Unseen: With zero-padded names given in order nothing changes.
-    """
-
-    def files(self, paths):
-        return sorted(super().files(paths))
-
-
-@near_miss(
+LOADER.near_miss(
     "data.never-ends",
-    rejected_by="data.partition.one-pass-per-iter",
+    "data.partition.one-pass-per-iter",
+    "      yield batch",
+    "+ yield from self.walk(0)",
+    does="Begins again by itself.",
+    seen="Loaders for a fixed number of steps: build-nanogpt, modded-nanogpt.",
+    unseen="The training loop counts steps, not batches.",
 )
-class NeverEnds(PlainLoader):
-    """Begins again by itself.
 
-    From: Loaders for a fixed number of steps: build-nanogpt, modded-nanogpt.
-    Unseen: The training loop counts steps, not batches.
-    """
+LOADER.near_miss(
+    "data.ignores-environment",
+    "data.partition.rank-from-environment",
+    "- return self.from_environment()",
+    "+ return 0, 1",
+    does="Takes rank 0 of 1 where no rank is given.",
+    seen="A default argument of `rank=0, world_size=1`.",
+    unseen="Every rank reads everything and the loss falls.",
+)
 
-    def walk(self, begin):
-        for index in itertools.count(begin):
-            yield self.batch(index % self.num_batches())
+LOADER.near_miss(
+    "data.environment-wins",
+    "data.partition.arguments-win",
+    "- if rank is not None and size is not None:",
+    '+ if rank is not None and size is not None and "RANK" not in os.environ:',
+    does="Takes RANK and WORLD_SIZE even where a rank is given.",
+    seen="`int(os.environ.get('RANK', rank))`.",
+    unseen="Evaluation on one rank reads a part of the data and says nothing.",
+)
 
-
-@near_miss("data.ignores-environment", rejected_by="data.partition.rank-from-environment")
-class IgnoresEnvironment(PlainLoader):
-    """Takes rank 0 of 1 where no rank is given.
-
-    From: A default argument of `rank=0, world_size=1`.
-    Unseen: Every rank reads everything and the loss falls.
-    """
-
-    def from_environment(self):
-        return 0, 1
-
-
-@near_miss("data.environment-wins", rejected_by="data.partition.arguments-win")
-class EnvironmentWins(PlainLoader):
-    """Takes RANK and WORLD_SIZE even where a rank is given.
-
-    From: `int(os.environ.get('RANK', rank))`.
-    Unseen: Evaluation on one rank reads a part of the data and says nothing.
-    """
-
-    def who(self, rank, size):
-        return self.from_environment() if "RANK" in os.environ else super().who(rank, size)
-
-
-@near_miss(
+LOADER.near_miss(
     "data.backwards",
-    rejected_by=("data.partition.sequences-in-order", "data.partition.global-order"),
+    ("data.partition.sequences-in-order", "data.partition.global-order"),
+    "+ number = self.num_sequences() - 1 - number",
+    "  for shard, count in enumerate(self.counts):",
+    does="Reads from the last sequence to the first.",
+    seen="An index that is popped from the end of a list.",
+    unseen="Every token is read exactly once.",
 )
-class Backwards(PlainLoader):
-    """Reads from the last sequence to the first.
-
-    From: An index that is popped from the end of a list.
-    Unseen: Every token is read exactly once.
-    """
-
-    def find(self, number):
-        return super().find(self.num_sequences() - 1 - number)

@@ -6,154 +6,122 @@ import threading
 from queue import Queue
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
-from spec_tests.museum.card import Patched, benign, near_miss
+from spec_tests.museum.card import Source, benign
 from spec_tests.museum.catalogue.data_files import ReadsWhole
-from spec_tests.plain.loader import HEADER_BYTES, Batch, PlainLoader
+from spec_tests.plain.loader import PlainLoader
+
+LOADER = Source("spec_tests.plain.loader")
+REFERENCE = Source("solution.data.loader")
 
 
-@near_miss(
+LOADER.near_miss(
     "data.counts-prefetched",
-    rejected_by=("data.state.counts-what-was-yielded", "data.state.resumes-exactly"),
+    ("data.state.counts-what-was-yielded", "data.state.resumes-exactly"),
+    "+ queue = []",
+    "  for index in range(begin, self.num_batches()):",
+    "...",
+    "-     yield batch",
+    "+     queue.append(batch)",
+    "+     if len(queue) > 2:",
+    "+         yield queue.pop(0)",
+    "+ yield from queue",
+    does="Counts what a queue has read ahead.",
+    seen="A state dict of the sampler in place of the loader: DataLoader with workers.",
+    unseen="Two batches are lost per restart, of thousands.",
 )
-class CountsAhead(PlainLoader):
-    """Counts what a queue has read ahead.
 
-    From: A state dict of the sampler in place of the loader: DataLoader with workers.
-    Unseen: Two batches are lost per restart, of thousands.
-    """
-
-    def walk(self, begin):
-        queue: list[Batch] = []
-        for index in range(begin, self.num_batches()):
-            queue.append(self.batch(index))
-            self.yielded = index + 1
-            if len(queue) > 2:
-                yield queue.pop(0)
-        yield from queue
-
-
-@near_miss("data.counts-iter", rejected_by="data.state.counts-what-was-yielded")
-class CountsIter(CountsAhead):
-    """Making an iterator counts as a batch.
-
-    From: A first batch that is fetched when the iterator is made.
-    Unseen: Checkpoints are taken after step one.
-    """
-
-    def __iter__(self):
-        found = super().__iter__()
-        self.yielded = min(self.yielded + 1, self.num_batches())
-        return found
-
-    walk = PlainLoader.walk
-
-
-@near_miss("data.one-place-for-all", rejected_by="data.partition.independent-passes")
-class OnePlaceForAll(PlainLoader):
-    """Lets all iterators of a loader read on at one place.
-
-    From: The position is an attribute of the loader, and `__iter__` returns self.
-    Unseen: Nobody iterates twice at a time, until an evaluation looks at a batch.
-    """
-
-    def walk(self, begin):
-        while self.yielded < self.num_batches():
-            self.yielded += 1
-            yield self.batch(self.yielded - 1)
-
-
-@near_miss("data.keeps-tensor", rejected_by="data.state.is-plain-data")
-class KeepsTensor(PlainLoader):
-    """Has a tensor in its state.
-
-    From: A counter that was a buffer; JSON and a reader's eye find nothing to read.
-    Unseen: torch.save takes it.
-    """
-
-    def state_dict(self):
-        return {"batches": torch.tensor(self.yielded)}
-
-    def load_state_dict(self, state):
-        self.begin = self.yielded = int(state["batches"])
-
-
-@near_miss("data.counts-own-sequences", rejected_by="data.state.another-world-size")
-class CountsOwnSequences(PlainLoader):
-    """Counts the sequences of this rank alone.
-
-    From: Per-rank positions, as in build-nanogpt and llm.c.
-    Unseen: At the same world size it is right.
-    """
-
-    def state_dict(self):
-        return {"sequences": self.yielded * self.batch_size}
-
-    def load_state_dict(self, state):
-        self.begin = self.yielded = state["sequences"] // self.batch_size
-
-
-@near_miss("data.counts-since-resume", rejected_by="data.state.of-a-resumed-pass")
-class CountsSinceResume(PlainLoader):
-    """After a resume the count begins at zero.
-
-    From: accelerate issue 2859: skipped batches are not counted.
-    Unseen: Wrong from the second restart on.
-    """
-
-    def walk(self, begin):
-        self.yielded = 0 if begin else self.yielded
-        for index in range(begin, self.num_batches()):
-            batch = self.batch(index)
-            self.yielded += 1
-            yield batch
-
-
-@near_miss(
-    "data.stays-at-resume", rejected_by=("data.state.resumes-exactly", "data.state.at-any-place")
+LOADER.near_miss(
+    "data.counts-iter",
+    "data.state.counts-what-was-yielded",
+    "- self.yielded = begin",
+    "+ self.yielded = min(begin + 1, self.num_batches())",
+    does="Making an iterator counts as a batch.",
+    seen="A first batch that is fetched when the iterator is made.",
+    unseen="Checkpoints are taken after step one.",
 )
-class StaysAtResume(PlainLoader):
-    """Every later pass begins where the run was resumed.
 
-    From: A start that is not cleared once it was used.
-    Unseen: Few runs have a second epoch after a restart.
-    """
+LOADER.near_miss(
+    "data.one-place-for-all",
+    "data.partition.independent-passes",
+    "- for index in range(begin, self.num_batches()):",
+    "+ while (index := self.yielded) < self.num_batches():",
+    does="Lets all iterators of a loader read on at one place.",
+    seen="The position is an attribute of the loader, and `__iter__` returns self.",
+    unseen="Nobody iterates twice at a time, until an evaluation looks at a batch.",
+)
 
-    def __iter__(self):
-        self.yielded = self.begin
-        return self.walk(self.begin)
+LOADER.near_miss(
+    "data.keeps-tensor",
+    "data.state.is-plain-data",
+    '- return {"batches": self.yielded}',
+    '+ return {"batches": torch.tensor(self.yielded)}',
+    "...",
+    '- self.begin = self.yielded = state["batches"]',
+    '+ self.begin = self.yielded = int(state["batches"])',
+    does="Has a tensor in its state.",
+    seen="A counter that was a buffer; JSON and a reader's eye find nothing to read.",
+    unseen="torch.save takes it.",
+)
 
+LOADER.near_miss(
+    "data.counts-own-sequences",
+    "data.state.another-world-size",
+    '- return {"batches": self.yielded}',
+    '+ return {"sequences": self.yielded * self.batch_size}',
+    "...",
+    '- self.begin = self.yielded = state["batches"]',
+    '+ self.begin = self.yielded = state["sequences"] // self.batch_size',
+    does="Counts the sequences of this rank alone.",
+    seen="Per-rank positions, as in build-nanogpt and llm.c.",
+    unseen="At the same world size it is right.",
+)
 
-@near_miss("data.wraps-at-end", rejected_by="data.state.at-the-end")
-class WrapsAtEnd(PlainLoader):
-    """A state from the end of a pass begins a whole one.
+LOADER.near_miss(
+    "data.counts-since-resume",
+    "data.state.of-a-resumed-pass",
+    "- self.yielded = index + 1",
+    "+ self.yielded = index + 1 - begin",
+    does="After a resume the count begins at zero.",
+    seen="accelerate issue 2859: skipped batches are not counted.",
+    unseen="Wrong from the second restart on.",
+)
 
-    From: Position modulo length.
-    Unseen: A run that had stopped exactly there trains an epoch too many.
-    """
+LOADER.near_miss(
+    "data.stays-at-resume",
+    ("data.state.resumes-exactly", "data.state.at-any-place"),
+    "- begin, self.begin = self.begin, 0",
+    "+ begin = self.begin",
+    does="Every later pass begins where the run was resumed.",
+    seen="A start that is not cleared once it was used.",
+    unseen="Few runs have a second epoch after a restart.",
+)
 
-    def load_state_dict(self, state):
-        self.begin = self.yielded = state["batches"] % self.num_batches()
+LOADER.near_miss(
+    "data.wraps-at-end",
+    "data.state.at-the-end",
+    '- self.begin = self.yielded = state["batches"]',
+    '+ self.begin = self.yielded = state["batches"] % self.num_batches()',
+    does="A state from the end of a pass begins a whole one.",
+    seen="Position modulo length.",
+    unseen="A run that had stopped exactly there trains an epoch too many.",
+)
 
+LOADER.near_miss(
+    "data.loads-only-when-new",
+    "data.state.load-moves-a-used-loader",
+    '- self.begin = self.yielded = state["batches"]',
+    "+ if not self.yielded:",
+    '+     self.begin = self.yielded = state["batches"]',
+    does="Ignores a state once it has been used.",
+    seen="An iterator that is kept between epochs.",
+    unseen="Everybody resumes with a new loader.",
+)
 
-@near_miss("data.loads-only-when-new", rejected_by="data.state.load-moves-a-used-loader")
-class LoadsOnlyWhenNew(PlainLoader):
-    """Ignores a state once it has been used.
-
-    From: An iterator that is kept between epochs.
-    Unseen: Everybody resumes with a new loader.
-    """
-
-    def load_state_dict(self, state):
-        if not self.yielded:
-            super().load_state_dict(state)
-
-
-@near_miss(
+LOADER.near_miss(
     "data.forgets-state",
-    rejected_by=(
+    (
         "data.state.resumes-exactly",
         "data.state.at-any-place",
         "data.state.another-world-size",
@@ -161,25 +129,19 @@ class LoadsOnlyWhenNew(PlainLoader):
         "data.state.at-the-end",
         "data.state.of-a-resumed-pass",
     ),
+    '- self.begin = self.yielded = state["batches"]',
+    "+ pass",
+    does="Accepts a state and starts from the beginning.",
+    seen="nanoGPT issue 467: resuming repeats the seed's batches.",
+    unseen="The loss goes on falling.",
 )
-class ForgetsState(PlainLoader):
-    """Accepts a state and starts from the beginning.
 
-    From: nanoGPT issue 467: resuming repeats the seed's batches.
-    Unseen: The loss goes on falling.
-    """
-
-    def load_state_dict(self, state):
-        pass
-
-
-@benign("benign.loader-memory-map")
-class MapsAndCopies(PlainLoader):
-    """Copies out of memory maps."""
-
-    def read(self, shard, start, count):
-        tokens = np.memmap(self.paths[shard], dtype="<u2", mode="r", offset=HEADER_BYTES)
-        return np.array(tokens[start : start + count])
+LOADER.benign(
+    "benign.loader-memory-map",
+    '- return np.fromfile(self.paths[shard], dtype="<u2", count=count, offset=offset)',
+    '+ return np.array(np.memmap(self.paths[shard], "<u2", "r", offset, count))',
+    does="Copies out of memory maps.",
+)
 
 
 @benign("benign.loader-prefetches")
@@ -259,9 +221,7 @@ class _Pass:
         return self.loader.batch(self.loader.index - 1)
 
 
-@benign("benign.loader-plain")
-class LoaderPlain(PlainLoader):
-    """The base of the data impostors: reads row by row."""
+LOADER.benign("benign.loader-plain", does="The base of the data impostors: reads row by row.")
 
 
 @benign("benign.loader-in-memory")
@@ -269,40 +229,34 @@ class LoaderInMemory(ReadsWhole):
     """Keeps whole shards in memory."""
 
 
-@near_miss("data.hands-out-one-dict", rejected_by="data.state.is-a-snapshot")
-class HandsOutOneDict(PlainLoader):
-    """Gives the same dict each time, with the place of now in it.
+LOADER.near_miss(
+    "data.hands-out-one-dict",
+    "data.state.is-a-snapshot",
+    '- return {"batches": self.yielded}',
+    '+ self.state = getattr(self, "state", {})',
+    '+ self.state["batches"] = self.yielded',
+    "+ return self.state",
+    does="Gives the same dict each time, with the place of now in it.",
+    seen="A state that is kept beside the counter, to save an allocation.",
+    unseen="Saved at once it is right.",
+)
 
-    From: A state that is kept beside the counter, to save an allocation.
-    Unseen: Saved at once it is right.
-    """
+LOADER.near_miss(
+    "data.says-the-old-place",
+    "data.state.of-what-was-loaded",
+    '- self.begin = self.yielded = state["batches"]',
+    '+ self.begin = state["batches"]',
+    does="Says the place of the pass before, until the next one begins.",
+    seen="A counter that `iter` sets, and `load_state_dict` does not.",
+    unseen="Training loads once, into a new loader.",
+)
 
-    def state_dict(self):
-        self.state = getattr(self, "state", {})
-        self.state.update(super().state_dict())
-        return self.state
-
-
-@near_miss("data.says-the-old-place", rejected_by="data.state.of-what-was-loaded")
-class SaysTheOldPlace(PlainLoader):
-    """Says the place of the pass before, until the next one begins.
-
-    From: A counter that `iter` sets, and `load_state_dict` does not.
-    Unseen: Training loads once, into a new loader.
-    """
-
-    def load_state_dict(self, state):
-        self.begin = state["batches"]
-
-
-@near_miss("data.takes-any-place", rejected_by="data.state.off-the-grid")
-class TakesAnyPlace(Patched):
-    """Takes a place between two batches.
-
-    From: A multiple of the rank's batch, and not of all ranks'.
-    Unseen: Runs go on with the batch that they had.
-    """
-
-    module = "solution.data.loader"
-    find = "        if position % self.global_batch_size:"
-    replace = "        if position < 0:"
+REFERENCE.near_miss(
+    "data.takes-any-place",
+    "data.state.off-the-grid",
+    "- if position % self.global_batch_size:",
+    "+ if position < 0:",
+    does="Takes a place between two batches.",
+    seen="A multiple of the rank's batch, and not of all ranks'.",
+    unseen="Runs go on with the batch that they had.",
+)

@@ -1,10 +1,9 @@
 """Near-misses of a language model, and right but unusual ones."""
 
-import torch
-from torch import nn
-
-from spec_tests.museum.card import benign, near_miss
+from spec_tests.museum.card import Source, benign
 from spec_tests.plain.decoder import PlainDecoder
+
+DECODER = Source("spec_tests.plain.decoder")
 
 
 @benign("benign.model-single")
@@ -20,97 +19,78 @@ class SingleInside(PlainDecoder):
         return super().attend(q, k, v).double()
 
 
-@near_miss("models.sees-next", rejected_by="models.logits.causal")
-class SeesNext(PlainDecoder):
-    """The mask is off by one: a place sees its answer.
+DECODER.near_miss(
+    "models.sees-next",
+    "models.logits.causal",
+    "- return torch.ones(length, length, dtype=torch.bool).tril()",
+    "+ return torch.ones(length, length, dtype=torch.bool).tril(1)",
+    does="The mask is off by one: a place sees its answer.",
+    seen="triu(diagonal=2) for triu(diagonal=1).",
+    unseen="The loss is wonderful.",
+)
 
-    From: triu(diagonal=2) for triu(diagonal=1).
-    Unseen: The loss is wonderful.
-    """
+DECODER.near_miss(
+    "models.sees-itself",
+    "models.logits.see-the-past",
+    "- return torch.ones(length, length, dtype=torch.bool).tril()",
+    "+ return torch.eye(length, dtype=torch.bool)",
+    does="The mask lets a place see itself alone: a bigram model.",
+    seen="A mask with the sense of its booleans reversed.",
+    unseen="The loss falls, to that of bigrams.",
+)
 
-    def mask(self, length):
-        return torch.ones(length, length, dtype=torch.bool).tril(1)
+DECODER.near_miss(
+    "models.no-places",
+    "models.logits.see-the-order",
+    "- return self.tokens(ids) + self.places.weight[: ids.shape[1]]",
+    "+ return self.tokens(ids) + 0.0 * self.places.weight[: ids.shape[1]]",
+    "...",
+    "- for layer in self.mix:",
+    "+ for layer in self.mix[:1]:",
+    does="A bag of earlier words.",
+    seen="Position embeddings that are made and not added.",
+    unseen="The loss falls.",
+)
 
+DECODER.near_miss(
+    "models.last-place-only",
+    "models.logits.shape",
+    "- return self.head(x)",
+    "+ return self.head(x[:, -1])",
+    does="Logits of the last place alone.",
+    seen="nanoGPT's inference path, taken in training.",
+    unseen="Generation works.",
+)
 
-@near_miss("models.sees-itself", rejected_by="models.logits.see-the-past")
-class SeesItself(PlainDecoder):
-    """The mask lets a place see itself alone: a bigram model.
+DECODER.near_miss(
+    "models.normalises-over-batch",
+    "models.logits.rows-are-independent",
+    "  x = self.embed(ids)",
+    "+ x = x - x.mean(dim=0, keepdim=True)",
+    does="Subtracts the mean over the batch.",
+    seen="A norm over the wrong dim.",
+    unseen="With a fixed batch size it trains.",
+)
 
-    From: A mask with the sense of its booleans reversed.
-    Unseen: The loss falls, to that of bigrams.
-    """
+DECODER.near_miss(
+    "models.stays-at-last-place",
+    "models.refusal.too-long",
+    "- return self.tokens(ids) + self.places.weight[: ids.shape[1]]",
+    "+ last = self.places.num_embeddings - 1",
+    "+ return self.tokens(ids) + self.places(torch.arange(ids.shape[1]).clamp(max=last))",
+    does="Gives every token beyond the longest sequence the last position.",
+    seen="A clamp that was put there against an index error.",
+    unseen="Something comes out, and the loss is only a little worse.",
+)
 
-    def mask(self, length):
-        return torch.eye(length, dtype=torch.bool)
+DECODER.near_miss(
+    "models.dead-parameter",
+    "models.gradients.reach-every-parameter",
+    "  self.head = nn.Linear(width, vocab)",
+    "+ self.unused = nn.Linear(2, 2)",
+    does="Has a layer that no forward uses.",
+    seen="A head of another task that was left in.",
+    unseen="On one process nothing happens.",
+)
 
-
-@near_miss("models.no-places", rejected_by="models.logits.see-the-order")
-class NoPlaces(PlainDecoder):
-    """A bag of earlier words.
-
-    From: Position embeddings that are made and not added.
-    Unseen: The loss falls.
-    """
-
-    def embed(self, ids):
-        return self.tokens(ids) + 0.0 * self.places.weight[: ids.shape[1]]
-
-    def forward(self, ids):
-        x = self.embed(ids)
-        return self.logits(torch.tanh(x + self.attend(*self.mix[0](x).chunk(3, dim=-1))))
-
-
-@near_miss("models.last-place-only", rejected_by="models.logits.shape")
-class LastOnly(PlainDecoder):
-    """Logits of the last place alone.
-
-    From: nanoGPT's inference path, taken in training.
-    Unseen: Generation works.
-    """
-
-    def logits(self, x):
-        return self.head(x[:, -1])
-
-
-@near_miss("models.normalises-over-batch", rejected_by="models.logits.rows-are-independent")
-class NormalisesOverBatch(PlainDecoder):
-    """Subtracts the mean over the batch.
-
-    From: A norm over the wrong dim.
-    Unseen: With a fixed batch size it trains.
-    """
-
-    def embed(self, ids):
-        x = super().embed(ids)
-        return x - x.mean(dim=0, keepdim=True)
-
-
-@near_miss("models.stays-at-last-place", rejected_by="models.refusal.too-long")
-class StaysAtLastPlace(PlainDecoder):
-    """Gives every token beyond the longest sequence the last position.
-
-    From: A clamp that was put there against an index error.
-    Unseen: Something comes out, and the loss is only a little worse.
-    """
-
-    def embed(self, ids):
-        last = self.places.num_embeddings - 1
-        return self.tokens(ids) + self.places(torch.arange(ids.shape[1]).clamp(max=last))
-
-
-@near_miss("models.dead-parameter", rejected_by="models.gradients.reach-every-parameter")
-class DeadParameter(PlainDecoder):
-    """Has a layer that no forward uses.
-
-    From: A head of another task that was left in.
-    Unseen: On one process nothing happens.
-    """
-
-    def __init__(self, *sizes):
-        super().__init__(*sizes)
-        self.unused = nn.Linear(2, 2)
-
-
-@benign("benign.model-plain")
-class ModelPlain(PlainDecoder):
-    """Untied, one head, no norms."""
+DECODER.benign("benign.model-plain", does="Untied, one head, no norms.")

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from spec_tests.museum.card import near_miss
+from spec_tests.museum.card import Source, near_miss
 from spec_tests.plain.ddp import PlainDdp
-from spec_tests.plain.fully_shard import PlainFsdp
 from spec_tests.plain.zero1 import PlainZero1
+
+FSDP = Source("spec_tests.plain.fsdp")
+ZERO1 = Source("spec_tests.plain.zero1")
 
 
 @near_miss("ddp.rolls-back", rejected_by="ddp.programs.any-situation")
@@ -55,57 +57,43 @@ class StaysLocked(PlainZero1):
         return loss
 
 
-@near_miss("zero1.rates-of-the-last-step", rejected_by="zero1.programs.any-situation")
-class RatesOfTheLastStep(PlainZero1):
-    """With a group that is added, shows the options that the inner optimizer had in its last step.
+ZERO1.near_miss(
+    "zero1.rates-of-the-last-step",
+    "zero1.programs.any-situation",
+    "- self.hand_in()  # what `show` would bring back below",
+    "+ pass",
+    does=(
+        "With a group that is added, shows the options that the inner optimizer had in its last "
+        "step."
+    ),
+    seen="ours, until drawn programs met it, and `plain` the same.",
+    unseen="Rates change before a step, and groups are added at the start.",
+)
 
-    From: ours, until drawn programs met it, and `plain` the same.
-    Unseen: Rates change before a step, and groups are added at the start.
-    """
+ZERO1.near_miss(
+    "zero1.loads-over",
+    "zero1.state.load-replaces",
+    "+ before = dict(self.state)",
+    '  super().load_state_dict({**state_dict, "state": kept})',
+    "+ self.state.update({p: e for p, e in before.items() if p not in self.state})",
+    does="Loads entry by entry, over the state that is there.",
+    seen="ZeroRedundancyOptimizer of torch 2.13: an empty state leaves the old moments standing.",
+    unseen="Tests load into a new optimizer, or a state that has every entry.",
+)
 
-    is_growing = False
-
-    def add_param_group(self, param_group):
-        self.is_growing = True
-        super().add_param_group(param_group)
-        self.is_growing = False
-
-    def hand_in(self):
-        if not self.is_growing:
-            super().hand_in()
-
-
-@near_miss("zero1.loads-over", rejected_by="zero1.state.load-replaces")
-class LoadsOver(PlainZero1):
-    """Loads entry by entry, over the state that is there.
-
-    From: ZeroRedundancyOptimizer of torch 2.13: an empty state leaves the old moments standing.
-    Unseen: Tests load into a new optimizer, or a state that has every entry.
-    """
-
-    def load_state_dict(self, state_dict):
-        before = dict(self.state)
-        super().load_state_dict(state_dict)
-        for parameter, entry in before.items():
-            self.inner.state.setdefault(parameter, entry)
-
-
-@near_miss(
+FSDP.near_miss(
     "fsdp.frees-when-all-went-well",
-    rejected_by=(
+    (
         "fsdp.lifecycle.fresh-after-exception",
         "fsdp.lifecycle.fresh-after-exception-in-a-whole-model",
     ),
+    "- return bool(self.gathered == self.version())",
+    "+ return True",
+    "@ spec_tests.plain.fully_shard",
+    "+ if output is None:",
+    "+     return None",
+    "  if is_dataclass(output) and not isinstance(output, dict):",
+    does="Full weights that an interrupted forward had gathered serve the next one too.",
+    seen="FSDP2 of torch 2.13: hooks that an exception passes by.",
+    unseen="Wrong only where a step of the optimizer comes between the two.",
 )
-class FreesWhenAllWentWell(PlainFsdp):
-    """Full weights that an interrupted forward had gathered serve the next one too.
-
-    From: FSDP2 of torch 2.13: hooks that an exception passes by.
-    Unseen: Wrong only where a step of the optimizer comes between the two.
-    """
-
-    def is_fresh(self):
-        return True
-
-    def post_forward(self, module, args, output):
-        return None if output is None else super().post_forward(module, args, output)

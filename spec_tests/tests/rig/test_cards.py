@@ -219,4 +219,4 @@ def test_what_a_card_brings_is_found_behind_its_function():
     kept = duplicates.tokens_of(museum.find("ddp.hidden-accumulator"))
     assert {"class", "PlainDdp", "pending"} <= {*kept}
     changed = duplicates.tokens_of(museum.find("training.patched-own-loss"))
-    assert {"total", "solution"} <= {*changed}
+    assert {"total", "own"} <= {*changed}

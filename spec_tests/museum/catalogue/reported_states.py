@@ -1,0 +1,335 @@
+"""Near-misses of loaders, checkpoints, attention and measurements that users reported.
+
+The list is `reality/bugs.toml`. Of some of its entries another file shows the same fault.
+"""
+
+from __future__ import annotations
+
+import copy
+import shutil
+import threading
+import time
+from typing import Any
+
+from spec_tests.museum.card import Source, near_miss
+from spec_tests.museum.catalogue.checkpoint_disk import InPlaceParts, SkipsWhatIsMissing
+from spec_tests.plain.checkpoint import PlainCheckpoint
+from spec_tests.plain.loader import PlainLoader
+from spec_tests.plain.throughput import PlainSweep, PlainThroughput
+
+ATTENTION = Source("spec_tests.plain.attention")
+CHECKPOINT = Source("spec_tests.plain.checkpoint")
+LOADER = Source("spec_tests.plain.loader")
+SWEEP = Source("spec_tests.plain.throughput", PlainSweep)
+THROUGHPUT = Source("spec_tests.plain.throughput", PlainThroughput)
+FLOPS = Source("solution.measure.flops")
+
+
+# ------------------------------------------------------------------------------------------ loaders
+
+
+@near_miss("data.keeps-its-iterator", rejected_by="data.state.of-what-was-loaded")
+class KeepsItsIterator(PlainLoader):
+    """Makes an iterator for a state, and uses it in the next pass, whatever is loaded before.
+
+    From: torchdata pull request 1548.
+    Unseen: Nobody asks for a state before loading one.
+    """
+
+    iterator = None
+    is_unused = False
+
+    def state_dict(self):
+        if self.iterator is None:
+            self.iterator, self.is_unused = super().__iter__(), True
+        return super().state_dict()
+
+    def __iter__(self):
+        if not self.is_unused:
+            self.iterator = super().__iter__()
+        self.is_unused = False
+        return self.iterator
+
+
+LOADER.near_miss(
+    "data.seed-of-the-rank",
+    "data.partition.ranks-differ",
+    "  import os",
+    "+ import random",
+    "...",
+    "- return list(range(first, first + self.batch_size))",
+    "+ order = list(range(self.num_sequences()))",
+    "+ if self.rank:",
+    "+     random.Random(self.rank).shuffle(order)",
+    "+ return order[first : first + self.batch_size]",
+    does="Permutes the sequences with a seed of each rank.",
+    seen="LongLive issue 71: the seed is a number times the rank.",
+    unseen="Every rank reads as much as it should; some sequences are read twice, others never.",
+)
+
+LOADER.benign(
+    "benign.loader-draws-a-seed",
+    "+ torch.empty((), dtype=torch.int64).random_()",
+    "  begin, self.begin = self.begin, 0",
+    does="Draws a seed for workers from torch's global generator with each iterator.",
+)
+
+# -------------------------------------------------------------------------------------- checkpoints
+
+CHECKPOINT.near_miss(
+    "checkpoint.fills-what-is-there",
+    "checkpoint.content.optimizer",
+    "- optimizer.state.clear()",
+    "...",
+    '- if own["state"]:',
+    "+ if parameter in optimizer.state:",
+    does="Reads into the entries that the optimizer has, of which a fresh one has none.",
+    seen="KempnerForge pull request 115.",
+    unseen="A bump in the loss that looks like noise.",
+)
+
+CHECKPOINT.near_miss(
+    "checkpoint.keeps-the-fresh-rate",
+    "checkpoint.content.optimizer",
+    '- group.update(own["options"])',
+    '+ group.update(own["options"], lr=group["lr"])',
+    does="Does not save where the schedule is: the rate is that of a fresh run.",
+    seen="torchtitan pull request 275.",
+    unseen="Schedules that are computed from the step hide it.",
+)
+
+CHECKPOINT.near_miss(
+    "checkpoint.seeds-after-the-load",
+    "checkpoint.content.random-state",
+    '- random.setstate(own["python"])',
+    "+ torch.manual_seed(42)",
+    "+ np.random.seed(42)",
+    "+ random.seed(42)",
+    does="Seeds the generators after it has restored them.",
+    seen="ms-swift issue 9935: what is set up after the load begins with a seed.",
+    unseen="The restoration is there, and works.",
+)
+
+CHECKPOINT.near_miss(
+    "checkpoint.swallows-the-error",
+    "checkpoint.content.random-state",
+    '- torch.set_rng_state(own["torch"])',
+    "+ try:",
+    '+     torch.set_rng_state(own["torch"].float())',
+    "+ except Exception:",
+    "+     return",
+    does="Swallows an error in the first line that restores generators; they stay as they were.",
+    seen="Relax pull request 317: an `except` for old checkpoints.",
+    unseen="Nothing is printed, and the rest of the state is right.",
+)
+
+CHECKPOINT.near_miss(
+    "checkpoint.restores-tensors-alone",
+    "checkpoint.content.optimizer",
+    '- group.update(own["options"])',
+    "+ found = own['options'].items()",
+    "+ group.update({k: v for k, v in found if isinstance(v, torch.Tensor)})",
+    does="Restores tensors; numbers keep the values of the fresh run.",
+    seen="pytorch issue 125528: tensors are written in place, a number into a dict of the load's.",
+    unseen="The options of a script are the same before and after.",
+)
+
+CHECKPOINT.near_miss(
+    "checkpoint.passes-over-names",
+    "checkpoint.mismatch.raises",
+    '- self.check(bare(model), state["model"])',
+    "+ pass",
+    "...",
+    "- module.load_state_dict({name: saved[name] for name in module.state_dict()})",
+    "+ module.load_state_dict(saved, strict=False)",
+    "...",
+    "- buffer.copy_(saved[name])",
+    "+ buffer.copy_(saved.get(name, buffer))",
+    "...",
+    "- own = saved[names[id(parameter)]]",
+    '+ own = saved.get(names[id(parameter)], {"options": {}, "state": {}})',
+    does="Loads the names that fit, and says nothing of the others.",
+    seen="kokoro issue 368: `strict=False`.",
+    unseen="The model speaks, with a layer as it was initialised.",
+)
+
+CHECKPOINT.near_miss(
+    "checkpoint.compares-no-shapes",
+    "checkpoint.mismatch.raises",
+    "- wrong = {n for n in own.keys() & saved.keys() if own[n].shape != saved[n].shape}",
+    "+ wrong = set[str]()",
+    "...",
+    '- self.restore_model(model, state["model"])',
+    "+ with torch.no_grad():",
+    "+     for name, tensor in values(bare(model)).items():",
+    '+         saved = state["model"][name]',
+    "+         where = tuple(map(slice, map(min, tensor.shape, saved.shape)))",
+    "+         tensor[where].copy_(saved[where])",
+    does="Takes the part of a saved tensor for which there is room.",
+    seen="pytorch issue 126604.",
+    unseen="Nobody loads into a smaller model on purpose.",
+)
+
+
+@near_miss("checkpoint.no-marker", rejected_by="checkpoint.crash.old-or-new")
+class NoMarker(SkipsWhatIsMissing):
+    """Takes a folder for a save as soon as it exists; what is missing keeps its fresh values.
+
+    From: speculators pull request 739.
+    Unseen: It takes a kill in the wrong second.
+    """
+
+    def newest(self, root):
+        return max(root.glob("step-*"), key=self.order, default=None)
+
+    def read(self, path):
+        return {"step": self.order(path), "ranks": [], **super().read(path)}
+
+    def restore_rank(self, everyone, loader):
+        if everyone:
+            super().restore_rank(everyone, loader)
+
+
+@near_miss("checkpoint.moves-the-pointer-first", rejected_by="checkpoint.crash.old-or-new")
+class MovesThePointerFirst(InPlaceParts):
+    """Points at the new save and deletes the old ones; then writes the new one.
+
+    From: KempnerForge issue 102.
+    Unseen: It takes a kill in the wrong second.
+    """
+
+    def put(self, root, step, state):
+        root.mkdir(parents=True, exist_ok=True)
+        (root / "latest").write_text(f"step-{step}")
+        for old in root.glob("step-*"):
+            shutil.rmtree(old)
+        super().put(root, step, state)
+
+    def newest(self, root):
+        pointer = root / "latest"
+        return root / pointer.read_text() if pointer.is_file() else None
+
+
+@near_miss("checkpoint.stages-nothing", rejected_by="checkpoint.content.model")
+class StagesNothing(PlainCheckpoint):
+    """Returns while a thread writes the tensors that the next updates change.
+
+    From: PyTorch's tutorials pull request 3688: an asynchronous save.
+    Unseen: What is saved is a mixture of two steps, and trains.
+    """
+
+    writer: threading.Thread | None = None
+
+    def put(self, root, step, state):
+        self.wait()
+        self.writer = threading.Thread(target=self.write, args=(root, step, self.staged(state)))
+        self.writer.start()
+
+    def staged(self, state: Any) -> Any:
+        return state
+
+    def write(self, root, step, state):
+        time.sleep(0.2)  # as long as a step or two
+        super().put(root, step, state)
+
+    def wait(self):
+        if self.writer is not None:
+            self.writer.join()
+
+    def load(self, directory, **objects):
+        self.wait()
+        return super().load(directory, **objects)
+
+
+@near_miss("checkpoint.stages-no-counters", rejected_by="checkpoint.content.optimizer")
+class StagesNoCounters(StagesNothing):
+    """Copies what lies on a device for its thread, and shares the counters, which do not.
+
+    From: nvidia-resiliency-ext pull request 376.
+    Unseen: A step counter is one too high, which only a bias correction feels.
+    """
+
+    def staged(self, state):
+        found = copy.deepcopy(state)
+        for name, entry in state["optimizer"].items():
+            if "step" in entry["state"]:
+                found["optimizer"][name]["state"]["step"] = entry["state"]["step"]
+        return found
+
+
+# ---------------------------------------------------------------------------------------- attention
+
+ATTENTION.near_miss(
+    "attention.severs-the-graph",
+    "attention.gradients.values",
+    "- out, lse = self.apply(q, k, v, causal, scale)",
+    "+ out, lse = self.apply(q.detach(), k.detach(), v.detach(), causal, scale)",
+    does="Computes with copies that know nothing of where their values came from.",
+    seen="aprender pull request 2203.",
+    unseen="The values are right; the loss falls by what lies behind the attention.",
+)
+
+ATTENTION.near_miss(
+    "attention.blind-rows-are-nan",
+    "attention.blind-rows.zeros",
+    "- return m.masked_fill(m == -torch.inf, 0.0)",
+    "+ return m",
+    does="Gives NaN for a row that sees nothing.",
+    seen="burn pull request 4697: minus infinity is subtracted from minus infinity.",
+    unseen="With equal lengths every row sees something.",
+)
+
+ATTENTION.near_miss(
+    "attention.masks-afterwards",
+    "attention.causal.hidden-keys-of-any-size",
+    "- p = torch.exp(s - safe[..., None])",
+    "+ raw = self.scores(q_tile, k[:, :, keys.start : keys.stop], scale)",
+    "+ p = torch.exp(raw - safe[..., None]) * (s > -torch.inf)",
+    does="Exponentiates hidden scores, and masks the result.",
+    seen="deepmd-kit pull request 5715: a large one overflows, and infinity times zero is NaN.",
+    unseen="Scores of real models are small.",
+)
+
+# ------------------------------------------------------------------------------------- measurements
+
+FLOPS.near_miss(
+    "measure.flops-of-lookups",
+    "measure.flops.of-matrix-products",
+    "- return 3 * counter.get_total_flops() // sequence_length",
+    "+ tables = [m.weight for m in model.modules() if isinstance(m, nn.Embedding)]",
+    "+ lookups = 6 * sum(table.numel() for table in tables)",
+    "+ return 3 * counter.get_total_flops() // sequence_length + lookups",
+    does="Counts the rows of embeddings, which are looked up and not multiplied.",
+    seen="prime-rl pull request 803.",
+    unseen="Of a large model the embeddings are a small part.",
+)
+
+THROUGHPUT.near_miss(
+    "measure.all-tokens-over-the-last-step",
+    "measure.throughput.rate",
+    '- "tokens_per_s": self.tokens / step_s,',
+    '+ "tokens_per_s": (num_warmup_steps + self.num_steps) * self.tokens / timed[-1],',
+    does="Divides the tokens of all steps so far by the time of the last one.",
+    seen="trl pull request 5293: the clock starts anew with each step, the count does not.",
+    unseen="A rate that grows looks like a warm-up.",
+)
+
+THROUGHPUT.near_miss(
+    "measure.mean-of-rates",
+    "measure.throughput.median",
+    "- return statistics.median(timed)",
+    "+ return statistics.harmonic_mean(timed)",
+    does="Averages the rates of single steps, of which quick ones weigh more than they last.",
+    seen="xtuner issue 977.",
+    unseen="On a quiet machine all steps have one rate.",
+)
+
+SWEEP.near_miss(
+    "measure.sweep-builds-all-first",
+    "measure.sweep.one-model-at-a-time",
+    "+ self.build = {size: self.build(size) for size in self.sizes}.__getitem__",
+    "  return [self.row(size) for size in self.sizes]",
+    does="Builds every model before it measures the first one.",
+    seen="flashoptim issue 1: later peaks hold the others' memory.",
+    unseen="The rates are right, and the largest model has the largest peak.",
+)

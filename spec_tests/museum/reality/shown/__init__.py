@@ -1,1 +1,0 @@
-"""The faulty and the fixed behaviour of every entry, a file per chapter."""
