@@ -57,7 +57,7 @@ COMMANDS = {
     "new": "spec_tests.contract.skeletons.__main__",
     "reality": "spec_tests.museum.reality.command",
     "report": "spec_tests.rig.report.command",
-    "repro": "spec_tests.rig.repro.__main__",
+    "repro": "spec_tests.programs.repro.__main__",
     "signatures": "spec_tests.museum.signatures",
     "submit": "spec_tests.rig.submit",
     "watch": "spec_tests.watch.command",
