@@ -55,7 +55,7 @@ COMMANDS = {
     "league": "spec_tests.impls.league",
     "new": "spec_tests.contract.skeletons.__main__",
     "report": "spec_tests.rig.report.command",
-    "repro": "spec_tests.rig.repro.__main__",
+    "repro": "spec_tests.programs.repro.__main__",
     "signatures": "spec_tests.museum.signatures",
     "submit": "spec_tests.rig.submit",
     "watch": "spec_tests.watch.command",

@@ -37,9 +37,10 @@ from spec_tests.bench.runner import (
     pivot,
     verdict,
 )
+from spec_tests.impls import parse
 from spec_tests.rig.ranks.rank import Context
 from spec_tests.rig.ranks.world import Worlds
-from spec_tests.rig.target import load, parse
+from spec_tests.rig.target import load
 
 HEAD_DIM = 64
 LENGTHS = (512, 1024, 2048, 4096)  # that are timed

@@ -31,9 +31,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from spec_tests.bench import paired, runner
 from spec_tests.bench.paired import Found
 from spec_tests.bench.runner import Section, bullets, pivot, verdict
+from spec_tests.impls import parse
 from spec_tests.rig.ranks.rank import Context
 from spec_tests.rig.ranks.world import Worlds
-from spec_tests.rig.target import load, parse
+from spec_tests.rig.target import load
 
 NUM_TOKENS, NUM_CHANNELS = 16_384, 2048
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16_384)

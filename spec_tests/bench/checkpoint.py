@@ -26,9 +26,10 @@ from torch.distributed import checkpoint as dcp
 
 from spec_tests.bench import paired, runner
 from spec_tests.bench.runner import against, milliseconds
+from spec_tests.impls import parse
 from spec_tests.rig.ranks.rank import Context
 from spec_tests.rig.ranks.world import Worlds
-from spec_tests.rig.target import load, parse
+from spec_tests.rig.target import load
 
 BASE, AGAIN = "bare", "bare again"
 BOUND = 1.25

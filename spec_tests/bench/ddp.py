@@ -28,8 +28,9 @@ from torch import nn
 from spec_tests.bench import blocks, machine, paired, runner
 from spec_tests.bench.paired import Found
 from spec_tests.bench.runner import Case, mebibytes, times, verdict
+from spec_tests.impls import parse
 from spec_tests.rig.ranks.rank import Context
-from spec_tests.rig.target import load, parse
+from spec_tests.rig.target import load
 
 BUCKET_MB = 25
 BASE, VIEWS, AGAIN = "torch", "torch views", "torch again"

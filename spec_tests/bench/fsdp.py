@@ -35,8 +35,9 @@ from torch import nn
 from spec_tests.bench import blocks, machine, paired, runner
 from spec_tests.bench.paired import Found
 from spec_tests.bench.runner import mebibytes, times, verdict
+from spec_tests.impls import parse
 from spec_tests.rig.ranks.rank import Context
-from spec_tests.rig.target import Implementation, load, parse
+from spec_tests.rig.target import Implementation, load
 
 BASE, AGAIN, ALONE = "torch", "torch again", " alone"
 TIME_BOUNDS, AHEAD_BOUND, MEMORY_BOUND = {"1M": 0.85, "25M": 0.85, "124M": 0.7}, 1.02, 1.02

@@ -40,10 +40,11 @@ import torch
 from spec_tests.bench import machine, paired, runner
 from spec_tests.bench.paired import Found
 from spec_tests.bench.runner import Section, bullets, table, verdict
+from spec_tests.impls import parse
 from spec_tests.rig import shards
 from spec_tests.rig.ranks.rank import Context
 from spec_tests.rig.ranks.world import Worlds
-from spec_tests.rig.target import load, parse
+from spec_tests.rig.target import load
 
 MAPPED, TORCHDATA, AGAIN = "mapped", "torchdata", "mapped again"
 LIMITS = {MAPPED: 1.0, TORCHDATA: 0.2}

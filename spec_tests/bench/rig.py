@@ -22,6 +22,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from spec_tests.bench import runner
+from spec_tests.impls import parse
 from spec_tests.programs import law
 from spec_tests.programs.calls import Program
 from spec_tests.programs.draw import covering, programs
@@ -35,7 +36,6 @@ from spec_tests.rig.ranks.world import Worlds
 from spec_tests.rig.ranks.zygote import RANK_ENVIRONMENT, start_zygote
 from spec_tests.rig.sim import Deadlock
 from spec_tests.rig.strategies import register_profiles
-from spec_tests.rig.target import parse
 
 
 def empty(ctx: Context) -> None:

@@ -22,9 +22,10 @@ from typing import Any
 
 from spec_tests.bench import machine, runner
 from spec_tests.chapters.measure.timeline import DEVICES, Timeline
+from spec_tests.impls import parse
 from spec_tests.rig.ranks.rank import Context
 from spec_tests.rig.ranks.world import Worlds
-from spec_tests.rig.target import load, parse
+from spec_tests.rig.target import load
 
 JSON = "json.load"
 MOST_S, MOST_BYTES = 20.0, 1_000_000_000

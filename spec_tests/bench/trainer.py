@@ -36,8 +36,9 @@ from torch import nn
 
 from spec_tests.bench import paired, runner
 from spec_tests.bench.paired import Found
+from spec_tests.impls import parse
 from spec_tests.rig.ranks.rank import Context
-from spec_tests.rig.target import load, parse
+from spec_tests.rig.target import load
 
 BARE, COUNTS, AGREEMENT, RECORD, AGAIN = PARTS = (
     *("bare", "+ counts", "+ agreement", "+ record"),

@@ -27,8 +27,9 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from spec_tests.bench import blocks, paired, runner
 from spec_tests.bench.paired import Found
 from spec_tests.bench.runner import Case, mebibytes, times, verdict
+from spec_tests.impls import parse
 from spec_tests.rig.ranks.rank import Context
-from spec_tests.rig.target import load, parse
+from spec_tests.rig.target import load
 
 BASE, VIEWS, AGAIN = "torch", "torch views", "torch again"
 LIMITS = {"1M": {BASE: 0.7, VIEWS: 1.05}, "25M": {BASE: 0.9, VIEWS: 1.05}}

@@ -25,9 +25,9 @@ from accelerate import Accelerator
 from accelerate.data_loader import prepare_data_loader
 from accelerate.utils import DistributedDataParallelKwargs
 from torch import nn
-from torch.distributed import ProcessGroup
 from torch.utils.data import DataLoader
 
+from spec_tests.impls.shared import replicas, whole
 from spec_tests.impls.windows import Windows
 
 
@@ -40,21 +40,14 @@ def _accelerator(**options: Any) -> Accelerator:
         )
 
 
-def ddp(module: nn.Module, *, process_group: ProcessGroup | None = None) -> nn.Module:
-    """`Accelerator.prepare_model` with the options that DistributedDataParallel has by default."""
+def _wrapped(module: nn.Module, *, process_group: Any, **options: Any) -> nn.Module:
+    """`Accelerator.prepare_model`."""
     if process_group is not None:
         raise NotImplementedError("Accelerate takes no process_group")
-    return _accelerator().prepare_model(module)
-
-
-def ddp_bucketed(
-    module: nn.Module, *, bucket_size_mb: float, process_group: ProcessGroup | None = None
-) -> nn.Module:
-    """The same with a bucket size, and gradients as views of the buckets."""
-    if process_group is not None:
-        raise NotImplementedError("Accelerate takes no process_group")
-    options = {"bucket_cap_mb": bucket_size_mb, "gradient_as_bucket_view": True}
     return _accelerator(**options).prepare_model(module)
+
+
+ddp, ddp_bucketed = replicas(_wrapped)
 
 
 def no_sync(wrapped: nn.Module) -> AbstractContextManager[None]:
@@ -72,8 +65,7 @@ def clip_grad_norm_(
     """`Accelerator.clip_grad_norm_`, and the value of the DTensor that it may return."""
     if error_if_nonfinite:
         raise NotImplementedError("Accelerate's clipping takes no error_if_nonfinite")
-    norm: Any = _accelerator().clip_grad_norm_(parameters, max_norm, norm_type)
-    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+    return whole(_accelerator().clip_grad_norm_(parameters, max_norm, norm_type))
 
 
 def token_loader(

@@ -20,8 +20,10 @@ import torch
 from deepspeed.utils import safe_get_full_fp32_param
 from torch import nn
 
+from spec_tests.impls.shared import LoopTrainer
 
-class DeepSpeedTrainer:
+
+class DeepSpeedTrainer(LoopTrainer):
     """An engine of one stage."""
 
     def __init__(
@@ -64,34 +66,27 @@ class DeepSpeedTrainer:
             config=config,
             dist_init_required=False,
         )
+        self.model = self.engine
         self.rates = [group["lr"] for group in self.optimizer.param_groups]
 
     def step(self, micro_batches: Sequence[Any]) -> torch.Tensor:
         """Forward, backward and step of the engine, which counts micro-batches by itself."""
-        if len(micro_batches) != self.accumulation:
-            raise ValueError(f"expected {self.accumulation}, got {len(micro_batches)}")
+        self.check(micro_batches)
         losses = []
         for batch in micro_batches:
-            found = self.loss(self._casting, batch)
+            found = self.forward(batch)
             losses.append(found.detach())
             self.engine.backward(found)
             self.engine.step()
         return torch.stack(losses).mean()
 
+    def forward(self, batch: Any) -> torch.Tensor:
+        """Return the loss of a batch."""
+        return self.loss(self._casting, batch)
+
     def _casting(self, x: torch.Tensor, **flags: Any) -> torch.Tensor:
         """The engine, which leaves it to the caller to cast inputs."""
         return self.engine(x.to(self.dtype), **flags)
-
-    def evaluate(self, batch: Any) -> torch.Tensor:
-        """Evaluation mode, no gradients."""
-        modes = [(part, part.training) for part in self.engine.modules()]
-        self.engine.eval()
-        try:
-            with torch.no_grad():
-                return self.loss(self._casting, batch)
-        finally:
-            for part, is_training in modes:
-                part.training = is_training
 
     def full_parameters(self) -> dict[str, torch.Tensor]:
         """The master weights, by DeepSpeed's own accessor."""
@@ -104,11 +99,6 @@ class DeepSpeedTrainer:
             with deepspeed.zero.GatheredParameters([parameter]):
                 return parameter.detach().clone()
         return parameter.detach().clone() if found is None else found
-
-    def set_lr(self, factor: float) -> None:
-        """As a scheduler does."""
-        for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
-            group["lr"] = factor * rate
 
     def save(self, directory: Any) -> None:
         """The engine's checkpoint."""

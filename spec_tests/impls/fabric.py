@@ -26,7 +26,8 @@ from lightning.fabric.plugins.environments import TorchElasticEnvironment
 from lightning.fabric.strategies import DDPStrategy
 from lightning.fabric.utilities import throughput
 from torch import nn
-from torch.distributed import ProcessGroup
+
+from spec_tests.impls.shared import replicas, whole
 
 
 def _fabric(**options: Any) -> Fabric:
@@ -41,25 +42,15 @@ def _fabric(**options: Any) -> Fabric:
     return fabric
 
 
-def ddp(module: nn.Module, *, process_group: ProcessGroup | None = None) -> nn.Module:
-    """`Fabric.setup_module` with the options that DistributedDataParallel has by default."""
-    fabric = _fabric(process_group=process_group)
-    return _remembering(fabric.setup_module(module, move_to_device=False), fabric)
-
-
-def ddp_bucketed(
-    module: nn.Module, *, bucket_size_mb: float, process_group: ProcessGroup | None = None
-) -> nn.Module:
-    """The same with a bucket size, and gradients as views of the buckets."""
-    fabric = _fabric(
-        process_group=process_group, bucket_cap_mb=bucket_size_mb, gradient_as_bucket_view=True
-    )
-    return _remembering(fabric.setup_module(module, move_to_device=False), fabric)
-
-
-def _remembering(wrapped: Any, fabric: Fabric) -> nn.Module:
+def _wrapped(module: nn.Module, **options: Any) -> nn.Module:
+    """`Fabric.setup_module`; the wrapper remembers its Fabric."""
+    fabric = _fabric(**options)
+    wrapped = fabric.setup_module(module, move_to_device=False)
     object.__setattr__(wrapped, "_fabric", fabric)
     return wrapped
+
+
+ddp, ddp_bucketed = replicas(_wrapped)
 
 
 def no_sync(wrapped: Any) -> AbstractContextManager[None]:
@@ -78,14 +69,14 @@ def clip_grad_norm_(
     listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     if not listed:
         return torch.zeros(())
-    norm: Any = _fabric().clip_gradients(
+    norm = _fabric().clip_gradients(
         nn.Module(),
         torch.optim.SGD(listed, lr=0.0),
         max_norm=max_norm,
         norm_type=norm_type,
         error_if_nonfinite=error_if_nonfinite,
     )
-    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+    return whole(norm)
 
 
 def flops_per_token(model: nn.Module, *, sequence_length: int) -> int:

@@ -14,7 +14,6 @@ can be asked for it, `finish_gradient_synchronization` broadcasts it from there.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -24,6 +23,8 @@ from fairscale.optim import OSS
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.optim import SGD, Optimizer
+
+from spec_tests.impls.shared import VisibleState, no_sync
 
 
 def sharded_optimizer(
@@ -44,16 +45,8 @@ def sharded_optimizer(
     )
 
 
-class _Sharded(OSS):  # type: ignore[misc]  # Any where fairscale is not installed
-    """OSS whose `.state` is what this rank owns; its own is empty until a load."""
-
-    @property
-    def state(self) -> Any:
-        return self.optim.state if hasattr(self, "optim") else self._shown
-
-    @state.setter
-    def state(self, value: Any) -> None:
-        self._shown = value
+class _Sharded(VisibleState, OSS):  # type: ignore[misc]  # Any where fairscale is not installed
+    """OSS whose `.state` is what this rank owns."""
 
 
 def full_optimizer_state(optimizer: OSS) -> dict[str, Any]:
@@ -107,6 +100,11 @@ def finish_gradient_synchronization(wrapped: Any) -> None:
         dist.broadcast(parameter.grad, group=group, group_src=owner)
 
 
-def no_sync(wrapped: Any) -> AbstractContextManager[Any]:
-    """ShardedDataParallel's own context manager."""
-    return wrapped.no_sync()
+__all__ = [
+    "ddp",
+    "ddp_bucketed",
+    "finish_gradient_synchronization",
+    "full_optimizer_state",
+    "no_sync",
+    "sharded_optimizer",
+]

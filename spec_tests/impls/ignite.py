@@ -6,34 +6,18 @@ has no name for `no_sync`: that of the wrapper is what its documentation uses fo
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from typing import Any
 
 import ignite.distributed as idist
 from torch import nn
-from torch.distributed import ProcessGroup
+
+from spec_tests.impls.shared import no_sync, replicas
 
 
-def ddp(module: nn.Module, *, process_group: ProcessGroup | None = None) -> nn.Module:
-    """`auto_model` with the options that DistributedDataParallel has by default."""
+def _wrapped(module: nn.Module, **options: Any) -> nn.Module:
     idist.sync()
-    return idist.auto_model(module, sync_bn=False, process_group=process_group)
+    return idist.auto_model(module, sync_bn=False, **options)
 
 
-def ddp_bucketed(
-    module: nn.Module, *, bucket_size_mb: float, process_group: ProcessGroup | None = None
-) -> nn.Module:
-    """The same with a bucket size, and gradients as views of the buckets."""
-    idist.sync()
-    return idist.auto_model(
-        module,
-        sync_bn=False,
-        process_group=process_group,
-        bucket_cap_mb=bucket_size_mb,
-        gradient_as_bucket_view=True,
-    )
-
-
-def no_sync(wrapped: Any) -> AbstractContextManager[None]:
-    """The wrapper's own context manager."""
-    return wrapped.no_sync()
+ddp, ddp_bucketed = replicas(_wrapped)
+__all__ = ["ddp", "ddp_bucketed", "no_sync"]

@@ -4,25 +4,24 @@
     python -m spec_tests league --take DIR                             # keep the result
     python -m spec_tests league [--check]                              # write LEAGUE.md, or compare
 
-LEAGUE.md is made of `results/NAME.json`, what a run came to; `NAME.toml`, why clauses fail; and the
-heads of the scripts in `league_repros/NAME_*.py` (`torch_repros` for PyTorch), one for each bug.
-A failed clause is a bug's where a script names it, or where the entry refers to one that does; the
-inherited deviations are PyTorch's; what is left are choices.
+LEAGUE.md is made of `results/NAME.json`, what a run came to; `NAME.toml`, why clauses fail; and
+`findings/NAME.toml`, the bugs, each with a script. A failed clause is a bug's where a finding names
+it, or where the entry refers to one that does; the inherited deviations are PyTorch's; what is left
+are choices.
 """
 
 from __future__ import annotations
 
 import argparse
-import ast
 import importlib.metadata
 import json
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from spec_tests.impls import LEAGUE, findings
 from spec_tests.rig.judge import expectations
-from spec_tests.rig.target import LEAGUE, PACKAGE_ROOT
+from spec_tests.rig.target import PACKAGE_ROOT
 
 FOLDER = PACKAGE_ROOT / "impls"
 PATH = FOLDER / "LEAGUE.md"
@@ -42,38 +41,6 @@ the files of `token_loader` is the adapters' own part.
 | library | version | torch | judged | passed | PyTorch's | choices | bugs | judged on |
 |---|---|---|---|---|---|---|---|---|
 """
-
-
-@dataclass(frozen=True)
-class Script:
-    """A script that shows a bug: its first sentence and the named parts of its head."""
-
-    path: Path
-    sentence: str
-    head: dict[str, str]
-
-    def clauses(self) -> set[str]:
-        """Ids of the clauses that fail by the bug; none where no clause is about it."""
-        return set(re.findall(r"[a-z0-9]+(?:\.[a-z0-9-]+)+", self.head.get("Clause", "")))
-
-
-def scripts(name: str) -> list[Script]:
-    """The scripts that show bugs of an implementation."""
-    if name == "torch":
-        return [_script(path) for path in sorted((FOLDER / "torch_repros").glob("*.py"))]
-    paths = sorted((FOLDER / "league_repros").glob(f"{name}_*.py"))
-    return [_script(path) for path in paths if owner(path) == name]
-
-
-def owner(path: Path) -> str:
-    """The implementation whose bug a script of `league_repros` shows, by the script's name."""
-    return max((name for name in LEAGUE if path.stem.startswith(f"{name}_")), key=len)
-
-
-def _script(path: Path) -> Script:
-    text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
-    head = dict(re.findall(r"^(\w+): (.+)$", text, flags=re.MULTILINE))
-    return Script(path, text.partition("\n")[0], head)
 
 
 def take(directory: Path) -> Path:
@@ -103,7 +70,7 @@ def take(directory: Path) -> Path:
 def sorted_out(name: str, failed: list[str]) -> dict[str, list[str]]:
     """The failed clauses, by what each comes from: "inherited", "choices" or "bugs"."""
     entries = expectations.load(FOLDER / f"{name}.toml")
-    shown = set().union(*(script.clauses() for script in scripts(name)))
+    shown = set().union(*(finding.clauses for finding in findings.of(name)))
     found: dict[str, list[str]] = {"inherited": [], "choices": [], "bugs": []}
     for clause in failed:
         own = [entry for entry in entries if entry.clause == clause and not entry.is_inherited]
@@ -120,11 +87,11 @@ def render() -> str:
     """LEAGUE.md."""
     rows, told = [], []
     for path in sorted(RESULTS.glob("*.json")):
-        name, bugs = path.stem, scripts(path.stem)
+        name, bugs = path.stem, findings.of(path.stem)
         rows.append(_row(name, json.loads(path.read_text()), len(bugs)))
         if bugs and name != "torch":
             told.append(f"\n## {name}\n\n" + "".join(_line(bug) for bug in bugs))
-    note = "\nPyTorch's bugs are in [`torch_repros`](torch_repros).\n"
+    note = "\nPyTorch's bugs are in [`findings/torch.toml`](findings/torch.toml).\n"
     return _HEAD + "".join(rows) + note + "".join(told)
 
 
@@ -135,10 +102,10 @@ def _row(name: str, result: dict[str, Any], num_bugs: int) -> str:
     return f"| [{name}]({name}.py) | " + " | ".join(map(str, counted)) + " |\n"
 
 
-def _line(bug: Script) -> str:
-    path = bug.path.relative_to(FOLDER).as_posix()
-    known = re.sub(r"(https://\S*[\w/])", r"<\1>", bug.head.get("Issue", "none found"))
-    return f"- {bug.sentence} [Shown]({path}). Known: {known}\n"
+def _line(bug: findings.Finding) -> str:
+    file = f"findings/{bug.owner}.toml"
+    known = re.sub(r"(https://\S*[\w/])", r"<\1>", bug.entry.get("known", "none found"))
+    return f"- {bug.entry['what'].strip()} [`{bug.name}`]({file}). Known: {known.strip()}\n"
 
 
 def main(arguments: list[str]) -> int:

@@ -11,40 +11,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
 from mmengine.model import MMDistributedDataParallel
 from mmengine.optim import ZeroRedundancyOptimizer
-from torch import nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
+from spec_tests.impls.shared import VisibleState, no_sync, replicas
 
-def ddp(module: nn.Module, *, process_group: ProcessGroup | None = None) -> nn.Module:
-    """MMDistributedDataParallel without its debugging option."""
-    return MMDistributedDataParallel(
-        module, detect_anomalous_params=False, process_group=process_group
-    )
-
-
-def ddp_bucketed(
-    module: nn.Module, *, bucket_size_mb: float, process_group: ProcessGroup | None = None
-) -> nn.Module:
-    """The same with a bucket size, and gradients as views of the buckets."""
-    return MMDistributedDataParallel(
-        module,
-        detect_anomalous_params=False,
-        process_group=process_group,
-        bucket_cap_mb=bucket_size_mb,
-        gradient_as_bucket_view=True,
-    )
-
-
-def no_sync(wrapped: Any) -> AbstractContextManager[None]:
-    """MMDistributedDataParallel's own context manager."""
-    return wrapped.no_sync()
+ddp, ddp_bucketed = replicas(partial(MMDistributedDataParallel, detect_anomalous_params=False))
 
 
 def sharded_optimizer(
@@ -60,13 +38,8 @@ def sharded_optimizer(
     return _Sharded(params, optimizer_cls.__name__, process_group=process_group, **kwargs)
 
 
-class _Sharded(ZeroRedundancyOptimizer):  # type: ignore[misc]  # Any where it is not installed
-    """ZeroRedundancyOptimizer whose `.state` is what this rank owns; its own is for show."""
+class _Sharded(VisibleState, ZeroRedundancyOptimizer):  # type: ignore[misc]  # Any if not installed
+    """ZeroRedundancyOptimizer whose `.state` is what this rank owns."""
 
-    @property
-    def state(self) -> Any:
-        return self.optim.state
 
-    @state.setter
-    def state(self, value: Any) -> None:
-        """Whatever it keeps for show."""
+__all__ = ["ddp", "ddp_bucketed", "no_sync", "sharded_optimizer"]

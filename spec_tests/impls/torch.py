@@ -12,7 +12,6 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -32,33 +31,14 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from spec_tests.impls.shared import VisibleState, no_sync, replicas, whole
 from spec_tests.impls.torch_trainer import (
     build_fsdp_trainer,
     build_trainer,
     build_zero1_trainer,
 )
 
-
-def ddp(module: nn.Module, *, process_group: ProcessGroup | None = None) -> nn.Module:
-    """DistributedDataParallel with its defaults."""
-    return DistributedDataParallel(module, process_group=process_group)
-
-
-def ddp_bucketed(
-    module: nn.Module, *, bucket_size_mb: float, process_group: ProcessGroup | None = None
-) -> nn.Module:
-    """DistributedDataParallel with the given bucket size and gradients as bucket views."""
-    return DistributedDataParallel(
-        module,
-        process_group=process_group,
-        bucket_cap_mb=bucket_size_mb,
-        gradient_as_bucket_view=True,
-    )
-
-
-def no_sync(wrapped: DistributedDataParallel) -> AbstractContextManager[None]:
-    """DistributedDataParallel's own context manager."""
-    return wrapped.no_sync()
+ddp, ddp_bucketed = replicas(DistributedDataParallel)
 
 
 def flash_attention(
@@ -215,19 +195,8 @@ __all__ = [
 ]
 
 
-class _Sharded(ZeroRedundancyOptimizer):
-    """ZeroRedundancyOptimizer whose `.state` is what this rank owns.
-
-    PyTorch's keeps that in an inner optimizer, and an empty one of its own for show.
-    """
-
-    @property
-    def state(self) -> Any:
-        return self.optim.state
-
-    @state.setter
-    def state(self, value: Any) -> None:
-        """Whatever it keeps for show."""
+class _Sharded(VisibleState, ZeroRedundancyOptimizer):
+    """ZeroRedundancyOptimizer whose `.state` is what this rank owns."""
 
 
 def sharded_optimizer(
@@ -259,8 +228,7 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
 ) -> torch.Tensor:
     """torch.nn.utils.clip_grad_norm_, and the value of the DTensor that it may return."""
-    norm = nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+    return whole(nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite))
 
 
 def memory_estimate(model: nn.Module, *, batch_size: int, sequence_length: int) -> dict[str, int]:

@@ -23,8 +23,10 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from spec_tests.impls.shared import LoopTrainer
 
-class TorchTrainer:
+
+class TorchTrainer(LoopTrainer):
     """DistributedDataParallel with whichever optimizer."""
 
     def __init__(
@@ -73,13 +75,12 @@ class TorchTrainer:
 
     def step(self, micro_batches: Sequence[Any]) -> torch.Tensor:
         """As the tutorials on accumulation and clipping do."""
-        if len(micro_batches) != self.accumulation:
-            raise ValueError(f"expected {self.accumulation}, got {len(micro_batches)}")
+        self.check(micro_batches)
         self.optimizer.zero_grad()
         losses = []
         for index, batch in enumerate(micro_batches):
             with self._window(index == len(micro_batches) - 1):
-                found = self._forward(batch)
+                found = self.forward(batch)
                 losses.append(found.detach())
                 (found / len(micro_batches)).backward()
         if self.max_norm is not None:
@@ -94,23 +95,13 @@ class TorchTrainer:
         window: AbstractContextManager[Any] = self.model.no_sync()
         return contextlib.nullcontext() if is_last else window
 
-    def _forward(self, batch: Any) -> torch.Tensor:
+    def forward(self, batch: Any) -> torch.Tensor:
+        """Return the loss of a batch, under autocast where the trainer is narrow."""
         device = next(self.module.parameters()).device.type
         is_narrow = self.dtype != torch.float32
         with torch.autocast(device, dtype=self.dtype, enabled=is_narrow):
             found: torch.Tensor = self.loss(self.model, batch)
         return found
-
-    def evaluate(self, batch: Any) -> torch.Tensor:
-        """Evaluation mode, no gradients."""
-        modes = [(part, part.training) for part in self.model.modules()]
-        self.model.eval()
-        try:
-            with torch.no_grad():
-                return self._forward(batch)
-        finally:
-            for part, is_training in modes:
-                part.training = is_training
 
     @torch.no_grad()
     def full_parameters(self) -> dict[str, torch.Tensor]:
@@ -124,11 +115,6 @@ class TorchTrainer:
             name: p.full_tensor() if isinstance(p, DTensor) else p.detach().clone()
             for name, p in named.items()
         }
-
-    def set_lr(self, factor: float) -> None:
-        """As a scheduler does."""
-        for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
-            group["lr"] = factor * rate
 
     def save(self, directory: Any) -> None:
         """torch.distributed.checkpoint."""

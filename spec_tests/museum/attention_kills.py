@@ -22,9 +22,10 @@ from typing import Any
 
 import torch
 
+from spec_tests.impls import parse
 from spec_tests.museum import CATALOGUE
 from spec_tests.museum.card import Impostor
-from spec_tests.rig.target import load, parse
+from spec_tests.rig.target import load
 
 Function = Callable[..., Any]
 TOLERANCE = 1e-2

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from typing import Any
 
+from spec_tests.impls import parse
 from spec_tests.museum.alone import Alone
 from spec_tests.museum.card import Impostor
 from spec_tests.rig.clause import Clause
@@ -23,7 +24,7 @@ from spec_tests.rig.judge.runner import CaseResult, run_case
 from spec_tests.rig.ledger import load_all
 from spec_tests.rig.outcomes import SILENT, Outcome
 from spec_tests.rig.ranks.world import Worlds
-from spec_tests.rig.target import Target, parse
+from spec_tests.rig.target import Target
 
 # Chapters whose clauses see what the key chapter does: no stranger to it, so not "unrelated".
 RELATED = {

@@ -8,8 +8,9 @@ has ranks that no other has touched; one that patches the reference has it forgo
 import contextlib
 
 from spec_tests import museum
+from spec_tests.impls import parse
 from spec_tests.rig import ledger
-from spec_tests.rig.target import import_target, parse
+from spec_tests.rig.target import import_target
 
 __all__ = ["museum"]
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from spec_tests import impls
 from spec_tests.programs import declared, law, seeds
 from spec_tests.programs.calls import Program, after
 from spec_tests.programs.draw import covering, programs, shrunk
@@ -185,7 +186,7 @@ def main(argv: Sequence[str]) -> int:
     arguments = _parser().parse_args(argv)
     start_zygote()  # imports torch for the ranks while this process goes on
     try:
-        impl = target.parse(arguments.impl)
+        impl = impls.parse(arguments.impl)
         sizes = [int(size) for size in arguments.worlds.split(",")]
         entries = declared.of(impl)
         listed = seeds.load(arguments.seeds) if arguments.seeds else ()

@@ -22,6 +22,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from unittest import SkipTest
 
+from spec_tests.impls import parse
 from spec_tests.museum.mutants import Mutant, of, source
 from spec_tests.programs import declared, draw, law, seeds
 from spec_tests.programs.explore import FAILURES
@@ -31,7 +32,6 @@ from spec_tests.rig.outcomes import LEVELS
 from spec_tests.rig.ranks.errors import NotOffered, RigError
 from spec_tests.rig.ranks.world import Worlds
 from spec_tests.rig.ranks.zygote import start_zygote
-from spec_tests.rig.target import parse
 
 SERVES = {
     "ddp": ("ddp", ("ddp", "ddp_bucketed")),

@@ -21,7 +21,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from spec_tests.rig.target import LAYOUTS
+from spec_tests.impls import LAYOUTS
 
 TORCH = "--extra-index-url https://download.pytorch.org/whl/cpu"
 SETUP = """#!/usr/bin/env bash

@@ -30,6 +30,7 @@ start_zygote()
 import torch
 from hypothesis import settings
 
+from spec_tests import impls
 from spec_tests.rig import ledger, live, outcome_hooks, target
 from spec_tests.rig.clause import MUST, TELLING_SIZE, Clause, clause_of
 from spec_tests.rig.judge import expectations, runner
@@ -99,7 +100,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def _make_run(config: pytest.Config) -> Run:
     try:
-        targets = [target.parse(spec) for spec in config.getoption("--impl") or ["solution"]]
+        targets = [impls.parse(spec) for spec in config.getoption("--impl") or ["solution"]]
         if config.getoption("--pretend-cuda"):
             targets = [dataclasses.replace(each, pretends_cuda=True) for each in targets]
         deviations = {t.name: _load_deviations(t) for t in targets}

@@ -24,7 +24,8 @@ import zipfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from spec_tests.rig.target import LAYOUTS, REPOSITORY_ROOT, parse
+from spec_tests.impls import LAYOUTS, parse
+from spec_tests.rig.target import REPOSITORY_ROOT
 
 FOLDERS = {"__pycache__", "build", "node_modules", "outputs", "venv", "wandb"}
 SUFFIXES = {

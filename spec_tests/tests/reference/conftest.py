@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from spec_tests.rig.target import parse
+from spec_tests.impls import parse
 from spec_tests.tests.reference.training import shard, trained, write_shards
 
 

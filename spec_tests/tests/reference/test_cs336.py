@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
+from spec_tests.impls import parse
 from spec_tests.rig.ranks.rank import Context
 from spec_tests.rig.ranks.world import Worlds
-from spec_tests.rig.target import parse
 
 WIDTH, WORDS, STEPS = 16, 20, 3
 

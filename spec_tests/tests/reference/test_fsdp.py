@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.optim import SGD
 
-from spec_tests.rig.target import parse
+from spec_tests.impls import parse
 from spec_tests.tests.reference import training
 from spec_tests.tests.reference.launch import run_ranks
 from spec_tests.tests.reference.training import FSDP, SMALL, summary, weights

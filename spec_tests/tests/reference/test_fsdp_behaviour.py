@@ -25,9 +25,10 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
 from spec_tests.chapters.fsdp.test_refusals import Carried
+from spec_tests.impls import parse
 from spec_tests.rig.ranks.rank import Context
 from spec_tests.rig.ranks.world import Worlds
-from spec_tests.rig.target import REPOSITORY_ROOT, parse
+from spec_tests.rig.target import REPOSITORY_ROOT
 
 THEIRS = "torch.distributed.fsdp"
 OURS = "solution.parallel.fsdp"

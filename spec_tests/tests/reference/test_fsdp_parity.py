@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from spec_tests.impls import parse
 from spec_tests.rig.ranks.rank import Context
 from spec_tests.rig.ranks.world import Worlds
-from spec_tests.rig.target import parse
 
 WIDTH, LENGTH = 24, 12
 STEPS = 10

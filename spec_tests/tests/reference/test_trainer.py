@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from spec_tests.rig.target import parse
+from spec_tests.impls import parse
 from spec_tests.tests.reference.launch import solution
 
 _GENERATOR = torch.Generator().manual_seed(1)

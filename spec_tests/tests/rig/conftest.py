@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from spec_tests import impls
 from spec_tests.rig import target
 from spec_tests.rig.ranks.world import Worlds
 from spec_tests.tests.rig.browser import browser
@@ -31,6 +32,6 @@ def mine(tmp_path: Path) -> Callable[..., target.Target]:
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
-        return target.parse(str(path))
+        return impls.parse(str(path))
 
     return written

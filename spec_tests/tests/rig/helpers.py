@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from spec_tests.chapters.ddp import test_gradients
+from spec_tests.impls import parse
 from spec_tests.rig import ledger
 from spec_tests.rig.clause import Clause, clause_of
 from spec_tests.rig.judge.runner import CaseResult, run_case
 from spec_tests.rig.outcomes import LEVELS
 from spec_tests.rig.ranks.world import Worlds
-from spec_tests.rig.target import Target, parse
+from spec_tests.rig.target import Target
 from spec_tests.tests.reference import launch
 
 ROOT = Path(__file__).parents[3]

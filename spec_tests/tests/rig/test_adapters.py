@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from spec_tests import impls
 from spec_tests.chapters.ddp import test_construction, test_gradients
 from spec_tests.chapters.fsdp import test_casts, test_refusals
 from spec_tests.impls import course, cs336, effdl
@@ -18,7 +19,7 @@ from spec_tests.rig.outcomes import Outcome
 from spec_tests.rig.ranks.world import Worlds
 from spec_tests.tests.rig.helpers import CHECKOUTS, checkout_of_2025, judged, replaced
 
-EFFDL = target.parse(f"effdl:{CHECKOUTS / 'effdl' / 'fsdp.py'}")
+EFFDL = impls.parse(f"effdl:{CHECKOUTS / 'effdl' / 'fsdp.py'}")
 
 
 # ------------------------------------------------------------------------------------------ CS336
@@ -65,7 +66,7 @@ def plain_classes(tmp_path_factory: pytest.TempPathFactory) -> target.Target:
         ("super().__init__()", "self.parameters = module.parameters"),
         ("def forward", "def __call__"),
     )
-    return target.parse(words)
+    return impls.parse(words)
 
 
 CALLED = test_construction.test_the_wrapped_module_computes_what_the_bare_one_does

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from spec_tests import museum
+from spec_tests import impls, museum
 from spec_tests.chapters.attention import bodies, rules
 from spec_tests.chapters.attention.problem import FITS, RAGGED, WHOLE_TILES, Problem, reference
 from spec_tests.museum.attention_kills import course_test, function_of, tutorial_test
@@ -71,14 +71,14 @@ def test_one_fault_fails_the_clauses_about_it_alone(
     worlds: Worlds, words: str, wanted: set[str], chosen
 ):
     asked = [c for c in clauses("correct") if c.id.startswith(chosen)]
-    found = [judged(target.parse(words), worlds, c, case) for c in asked for case in cases_of(c)]
+    found = [judged(impls.parse(words), worlds, c, case) for c in asked for case in cases_of(c)]
     failed = [r for r in found if r.outcome not in (Outcome.PASSED, Outcome.SKIPPED)]
     assert {r.clause.id for r in failed} == wanted, [r.message for r in failed]
 
 
 def test_the_exercise_s_version_without_triton_may_ignore_the_causal_flag(worlds: Worlds):
     found = {
-        c.id: judged(target.parse(CHECKOUT), worlds, c, case).outcome
+        c.id: judged(impls.parse(CHECKOUT), worlds, c, case).outcome
         for c in clauses("course")
         for case in cases_of(c)
     }
@@ -96,7 +96,7 @@ def test_the_exercise_s_version_without_triton_may_ignore_the_causal_flag(worlds
 )
 def test_a_failure_says_on_which_sizes(worlds: Worlds, words: str, id: str, said: str):
     (clause,) = [c for c in clauses("correct") if c.id == id]
-    failed = [judged(target.parse(words), worlds, clause, case) for case in cases_of(clause)]
+    failed = [judged(impls.parse(words), worlds, clause, case) for case in cases_of(clause)]
     assert said in "".join(r.message for r in failed if r.outcome is Outcome.FAILED)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from spec_tests.rig import target
+from spec_tests import impls
 from spec_tests.rig.outcomes import cells, judge_run
 from spec_tests.rig.report import points
 from spec_tests.rig.report.eventlog import read_log
@@ -161,15 +161,15 @@ def test_what_the_courses_own_tests_let_pass_is_found(judged):
 
 @pytest.mark.parametrize("words", [CS336, FAULTY, EFFDL, COURSE])
 def test_a_layout_is_named_with_its_course(words: str):
-    found = target.parse(words)
+    found = impls.parse(words)
     layout, _, path = words.partition(":")
     assert (found.name, found.layout, found.path) == (words, layout, (ROOT / path).resolve())
 
 
-@pytest.mark.parametrize("layout", target.LAYOUTS)
+@pytest.mark.parametrize("layout", impls.LAYOUTS)
 def test_a_folder_without_the_files_of_its_layout_is_refused(tmp_path: Path, layout: str):
     for path in (tmp_path, tmp_path / "nowhere", ""):
         with pytest.raises(ValueError) as caught:
-            target.parse(f"{layout}:{path}")
+            impls.parse(f"{layout}:{path}")
         assert f"expected {layout}:PATH, a folder that holds " in str(caught.value)
-        assert target.LAYOUTS[layout][0] in str(caught.value)
+        assert impls.LAYOUTS[layout][0] in str(caught.value)

@@ -13,6 +13,7 @@ from spec_tests import museum
 from spec_tests.__main__ import COMMANDS
 from spec_tests.contract import FUNCTIONS
 from spec_tests.contract.skeletons import SUBJECTS
+from spec_tests.impls import parse
 from spec_tests.museum import CATALOGUE
 from spec_tests.programs import law
 from spec_tests.programs.scene import Scene
@@ -20,7 +21,7 @@ from spec_tests.rig import judge, ledger
 from spec_tests.rig.judge import expectations
 from spec_tests.rig.outcomes import Outcome, compose, results
 from spec_tests.rig.report.eventlog import read_log
-from spec_tests.rig.target import PACKAGE_ROOT, REPOSITORY_ROOT, parse
+from spec_tests.rig.target import PACKAGE_ROOT, REPOSITORY_ROOT
 from spec_tests.tests.rig.helpers import python
 
 SUITE = PACKAGE_ROOT

@@ -13,8 +13,6 @@ from spec_tests.tests.reference import launch
 from spec_tests.tests.rig.helpers import ROOT
 
 NO_COMMANDS = {
-    "torch_repros": "what a script for a bug tracker shows; `repro --finding` writes the script",
-    "league_repros": "the same, of a library",
     "checkouts": "a course's code",
 }
 HELPS = """

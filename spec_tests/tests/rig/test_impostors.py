@@ -10,13 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from spec_tests import museum
+from spec_tests import impls, museum
 from spec_tests.chapters.training import test_data, test_gradient
 from spec_tests.museum import command, duplicates, matrix
 from spec_tests.museum.card import Impostor
 from spec_tests.museum.crew import Crew, Job, Verdict
 from spec_tests.museum.patching import StalePatchError, forget, patched
-from spec_tests.rig import target
 from spec_tests.rig.outcomes import Outcome
 from spec_tests.rig.ranks.world import Worlds
 from spec_tests.tests.rig.helpers import judged
@@ -91,7 +90,7 @@ def test_what_is_no_rejection_is_reported(own: Worlds, id: str, outcomes, said: 
     ],
 )
 def test_a_mean_of_means_is_not_taken_for_another_fault(worlds: Worlds, test):
-    which = target.parse("impostor:training.mean-of-means")
+    which = impls.parse("impostor:training.mean-of-means")
     found = judged(which, worlds, test)
     assert found.outcome is Outcome.PASSED, found.message
 

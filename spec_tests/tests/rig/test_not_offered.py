@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from spec_tests import impls
 from spec_tests.chapters.data import test_state
 from spec_tests.contract import FUNCTIONS, OPTIONAL_METHODS
 from spec_tests.programs import draw, law
-from spec_tests.rig import target
 from spec_tests.rig.ledger import load_all
 from spec_tests.rig.outcomes import SILENT, Outcome
 from spec_tests.rig.ranks.errors import NotOffered
@@ -65,7 +65,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def outcomes(worlds: Worlds, file: Path, text: str, chosen: str = "") -> dict[str, Outcome]:
     """Clause and function to the outcome of its smallest case."""
     file.write_text(text, encoding="utf-8")
-    implementation = target.parse(str(file))
+    implementation = impls.parse(str(file))
     found = {}
     for clause in load_all():
         if clause.id.startswith(chosen) and "gloo" in clause.transports:
@@ -195,7 +195,7 @@ def test_drawn_situations_that_need_an_absent_method_hide_no_others(
         judged_lines.append(line)
 
     monkeypatch.setattr(law, "same_as_alone", same_as_alone)
-    world, known = worlds.world(2, target.parse("plain")), len(worlds.leaks)
+    world, known = worlds.world(2, impls.parse("plain")), len(worlds.leaks)
     with contextlib.nullcontext() if needed else pytest.raises(NotOffered):
         draw.judge_part(world, "fully_shard", "correct", 0)
     assert bool(judged_lines) == bool(needed)

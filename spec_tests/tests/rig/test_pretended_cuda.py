@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from spec_tests import impls
 from spec_tests.chapters.attention import test_operator
 from spec_tests.rig import plugin, target
 from spec_tests.rig.judge import runner
@@ -31,7 +32,7 @@ from spec_tests.tests.rig.helpers import CHECKOUTS, MEAN, MEAN_CASE, judged, rep
 from spec_tests.tests.rig.logs import log
 
 CHECKOUT = CHECKOUTS / "cs336_gpu"
-GPU = target.parse(f"cs336:{CHECKOUT}")
+GPU = impls.parse(f"cs336:{CHECKOUT}")
 ON_CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
 
 
@@ -79,7 +80,7 @@ def test_a_fault_in_code_for_gpus_is_found(module_worlds: Worlds, tmp_path: Path
     folder = tmp_path / "checkout"
     shutil.copytree(CHECKOUT, folder)
     replaced(folder / "cs336_systems" / "ddp.py", ("ReduceOp.AVG", "ReduceOp.SUM"))
-    found = judged(target.parse(f"cs336:{folder}"), module_worlds)
+    found = judged(impls.parse(f"cs336:{folder}"), module_worlds)
     assert found.outcome is Outcome.FAILED
     assert "likely: " in found.message
 
@@ -240,7 +241,7 @@ def test_an_operator_that_raises_in_what_was_to_be_compiled_is_not_here(
 @ON_CPU
 def test_a_clause_about_compiled_code_is_not_here(module_worlds: Worlds):
     test = test_operator.test_it_is_part_of_one_compiled_graph
-    which = dataclasses.replace(target.parse("solution"), pretends_cuda=True)
+    which = dataclasses.replace(impls.parse("solution"), pretends_cuda=True)
     found = judged(which, module_worlds, test, {"world": 1, "subject": "flash_attention"})
     assert found.outcome is Outcome.NOT_HERE, found.message
     assert "torch.compile is not judged where CUDA is stood in for" in found.message

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from spec_tests.rig import target
+from spec_tests import impls
 from spec_tests.rig.clause import Clause
 from spec_tests.rig.judge import Violation, repeat
 from spec_tests.rig.ledger import load_all
@@ -57,7 +57,7 @@ def found(
     """What a clause says of DDP with this hook, after a second run."""
     mine = folder / "mine.py"
     mine.write_text(DDP.replace("REDUCE", reduce.strip()), encoding="utf-8")
-    world = worlds.world(3, target.parse(str(mine)))
+    world = worlds.world(3, impls.parse(str(mine)))
     case = case or CASE
     telling = repeat.Repeats().telling(clause, {**case, "world": 3}, world)
     with pytest.raises(Exception) as caught, telling:
@@ -112,7 +112,7 @@ def test_a_property_is_run_again_with_the_values_that_it_was_drawn(
 
 
 def test_one_case_of_a_clause_is_run_once_more():
-    repeats, function = repeat.Repeats(), (target.parse("plain"), "ddp")
+    repeats, function = repeat.Repeats(), (impls.parse("plain"), "ddp")
     wrong = Violation("x", {"wrong": {"name": "a", "shape": [], "ranks": {}}})
     assert [repeats._may_try(wrong, MEAN, function) for _ in range(2)] == [True, False]
     assert not repeats._may_try(Violation("no tensor"), MEAN, function)

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from spec_tests.rig import plugin, target
+from spec_tests import impls
+from spec_tests.rig import plugin
 from spec_tests.rig.clause import Clause
 from spec_tests.rig.judge import replay, runner
 from spec_tests.rig.ledger import load_all
@@ -28,7 +29,7 @@ CLAUSES = {clause.id: clause for clause in load_all()}
 
 def note(worlds: Worlds, clause: Clause, impostor: str, **case: Any) -> str:
     """What the replay says about an impostor that the clause rejects on sim."""
-    faulty = worlds.world(2, target.parse(f"impostor:{impostor}"), transport="sim")
+    faulty = worlds.world(2, impls.parse(f"impostor:{impostor}"), transport="sim")
     with pytest.raises(Exception) as caught, replay.telling(clause, case, faulty):
         clause.test(world=faulty, **case)
     return str(caught.value.__notes__[-1])
@@ -66,7 +67,7 @@ def test_of_a_property_the_shrunk_example_is_replayed(
 def test_what_passes_is_not_replayed(worlds: Worlds, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(replay, "_on_gloo", lambda *_: pytest.fail("replayed"))
     clause = CLAUSES["ddp.gradients.mean"]
-    world = worlds.world(2, target.parse("solution"), transport="sim")
+    world = worlds.world(2, impls.parse("solution"), transport="sim")
     with replay.telling(clause, {}, world):
         clause.test(world=world, subject="ddp", situation="mlp: backward 0")
 
@@ -76,9 +77,7 @@ def test_a_torch_without_a_hook_is_told_and_clauses_of_schedules_are_not_judged(
 ):
     monkeypatch.delattr(torch._C._distributed_c10d, "FakeProcessGroup")
     clause = CLAUSES["ddp.schedule.waits-for-every-launch"]
-    found = runner.run_case(
-        clause, target.parse("solution"), {"world": 2, "subject": "ddp"}, worlds
-    )
+    found = runner.run_case(clause, impls.parse("solution"), {"world": 2, "subject": "ddp"}, worlds)
     assert found.outcome is Outcome.NOT_HERE
     assert "lacks ..._distributed_c10d.FakeProcessGroup" in found.message
 

@@ -20,10 +20,11 @@ from hypothesis import Phase, given, settings
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
+from spec_tests import impls
 from spec_tests.chapters.ddp.test_programs import THREE_STEPS
 from spec_tests.programs.law import same_as_alone
 from spec_tests.programs.laws import refusal
-from spec_tests.rig import strategies, target
+from spec_tests.rig import strategies
 from spec_tests.rig.judge import evidence
 from spec_tests.rig.ranks.errors import RankDied, RankHung, RankRaised
 from spec_tests.rig.ranks.rank import Context
@@ -254,7 +255,7 @@ def test_what_must_fail_fails_and_the_next_call_is_well(worlds: Worlds, how: str
 
 def test_hypothesis_finds_the_schedule_that_a_bug_needs_and_shrinks_it(worlds: Worlds):
     # Rightly written without a pinned example: the clause has some.
-    faulty = worlds.world(2, target.parse("impostor:ddp.gathers-by-completion"), transport="sim")
+    faulty = worlds.world(2, impls.parse("impostor:ddp.gathers-by-completion"), transport="sim")
 
     @settings(max_examples=100, phases=[Phase.generate, Phase.shrink])
     @given(schedule=strategies.schedules_of_ranks())

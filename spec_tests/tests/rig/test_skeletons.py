@@ -10,12 +10,13 @@ import pytest
 
 from spec_tests.contract import FUNCTIONS, skeletons
 from spec_tests.contract.skeletons.__main__ import main
+from spec_tests.impls import parse
 from spec_tests.rig import ledger
 from spec_tests.rig.clause import Clause
 from spec_tests.rig.judge.runner import CaseResult
 from spec_tests.rig.outcomes import SILENT, Outcome
 from spec_tests.rig.ranks.world import Worlds
-from spec_tests.rig.target import REPOSITORY_ROOT, Implementation, Target, import_target, parse
+from spec_tests.rig.target import REPOSITORY_ROOT, Implementation, Target, import_target
 from spec_tests.tests.rig import built
 from spec_tests.tests.rig.helpers import clauses, judged, python
 
@@ -24,7 +25,8 @@ CHAPTERS = {"loader": "data", "trainer": "training"}
 
 REFERENCE = """
 
-from spec_tests.rig.target import import_target, parse
+from spec_tests.impls import parse
+from spec_tests.rig.target import import_target
 
 _reference = import_target(parse("solution"))
 """

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from spec_tests import impls
 from spec_tests.contract import DEFAULTS, FUNCTIONS
 from spec_tests.rig import target
 from spec_tests.rig.judge import runner
@@ -50,7 +51,7 @@ TORCH = target.PACKAGE_ROOT / "impls" / "torch.py"
     ],
 )
 def test_what_is_known_or_importable_is_found(words: str, module: str, path, expectations):
-    found = target.parse(words)
+    found = impls.parse(words)
     assert (found.name, found.module) == (words, module)
     if path is not None:
         assert found.path == path
@@ -61,17 +62,17 @@ def test_what_is_known_or_importable_is_found(words: str, module: str, path, exp
 
 
 def test_a_library_that_is_not_installed_is_named_with_the_command(monkeypatch):
-    monkeypatch.setitem(target.LEAGUE, "accelerate", ("no_such_module", "accelerate"))
+    monkeypatch.setitem(impls.LEAGUE, "accelerate", ("no_such_module", "accelerate"))
     with pytest.raises(ValueError, match=r"^--impl accelerate: install \w+: pip install acc"):
-        target.parse("accelerate")
-    monkeypatch.setitem(target.LEAGUE, "deepspeed_2", ("no_such_module", "deepspeed"))
+        impls.parse("accelerate")
+    monkeypatch.setitem(impls.LEAGUE, "deepspeed_2", ("no_such_module", "deepspeed"))
     with pytest.raises(ValueError, match=r"^--impl deepspeed_2: install deepspeed"):
-        target.parse("deepspeed:2")
+        impls.parse("deepspeed:2")
 
 
-@pytest.mark.parametrize("name", target.LEAGUE)
+@pytest.mark.parametrize("name", impls.LEAGUE)
 def test_a_library_of_the_league_has_an_adapter_and_what_it_deviates_in(name: str):
-    module, file = target.KNOWN_IMPLEMENTATIONS[name]
+    module, file = impls.KNOWN_IMPLEMENTATIONS[name]
     assert module == f"trainspec_impl_{name}"
     assert file is not None
     assert file.is_file()
@@ -84,7 +85,7 @@ def test_a_file_has_its_deviations_beside_it_and_is_meant_from_the_present_folde
     spec = write("mine.py")
     monkeypatch.chdir(Path(spec).parent)
     for words in (spec, "mine.py", "./mine.py"):
-        found = target.parse(words)
+        found = impls.parse(words)
         assert (found.name, found.module, found.path) == (words, "trainspec_impl_mine", Path(spec))
         assert found.expectations == Path(spec).with_suffix(".toml")
 
@@ -92,7 +93,7 @@ def test_a_file_has_its_deviations_beside_it_and_is_meant_from_the_present_folde
 @pytest.mark.parametrize("ending", ["", "/", "/__init__.py"])
 def test_a_package_is_a_folder_or_its_init_file(write, ending: str):
     folder = Path(write("pack/__init__.py")).parent
-    found = target.parse(f"{folder}{ending}")
+    found = impls.parse(f"{folder}{ending}")
     assert (found.module, found.path) == ("pack", folder)
     assert found.expectations == folder / "expectations.toml"
 
@@ -118,7 +119,7 @@ def test_what_names_nothing_is_refused_with_what_was_expected(
     (tmp_path / "notes.txt").touch()
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError) as caught:
-        target.parse(spec)
+        impls.parse(spec)
     assert said in str(caught.value)
 
 
@@ -150,16 +151,16 @@ def test_what_loads_is_the_same_on_all_ranks(
 ):
     for name, text in files.items():
         write(name, text)
-    world = own.world(2, target.parse(str(tmp_path / named)))
+    world = own.world(2, impls.parse(str(tmp_path / named)))
     assert world.run(bodies.call_ddp, "x") == [returned] * 2
 
 
 def test_a_package_called_solution_elsewhere_is_no_clash(own: Worlds, write):
     write("solution/part.py", "WORD = 'theirs'\n")
     text = "from solution.part import WORD\ndef ddp(module):\n    return WORD\n"
-    theirs = target.parse(str(Path(write("solution/__init__.py", text)).parent))
+    theirs = impls.parse(str(Path(write("solution/__init__.py", text)).parent))
     assert own.world(1, theirs).run(bodies.call_ddp) == ["theirs"]
-    assert "ddp_bucketed" in own.world(1, target.parse("solution")).offered()
+    assert "ddp_bucketed" in own.world(1, impls.parse("solution")).offered()
     assert own.world(1, theirs).offered() == ("ddp",)
 
 
@@ -185,7 +186,7 @@ def test_what_does_not_load_is_an_error_and_not_an_absence(own: Worlds, mine, te
 
 
 def test_an_impostor_that_does_not_exist_is_named_with_those_that_are_near(own: Worlds):
-    said = load_error(own, target.parse("impostor:ddp.sum-for-meen"))
+    said = load_error(own, impls.parse("impostor:ddp.sum-for-meen"))
     assert "no impostor 'ddp.sum-for-meen'; close to it: ddp.sum-for-mean" in said
 
 
@@ -215,15 +216,15 @@ def test_a_function_that_cannot_take_what_every_caller_passes_is_a_misfit(
         assert reason.endswith(f"; see `{name}` in spec_tests/contract/parallel.py")
 
 
-@pytest.mark.parametrize("name", ["solution", *target.KNOWN_IMPLEMENTATIONS])
+@pytest.mark.parametrize("name", ["solution", *impls.KNOWN_IMPLEMENTATIONS])
 def test_what_comes_with_the_suite_fits_and_changes_nothing_at_import(own: Worlds, name: str):
-    if name in target.LEAGUE and not target.is_installed(name):
-        pytest.skip(f"needs {target.LEAGUE[name][1]}")
-    which = target.parse(name)
+    if name in impls.LEAGUE and not impls.is_installed(name):
+        pytest.skip(f"needs {impls.LEAGUE[name][1]}")
+    which = impls.parse(name)
     assert own.world(1, which).misfits() == {}
     pool = own.pool(1, which, "gloo")
     assert isinstance(pool, Pool)
-    assert pool.leaks == () or name in target.LEAGUE  # what a library changes is its own affair
+    assert pool.leaks == () or name in impls.LEAGUE  # what a library changes is its own affair
 
 
 # ------------------------------------------------------------------------------ what is not offered

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from spec_tests import impls
 from spec_tests.contract import FUNCTIONS
 from spec_tests.programs.laws import stream
 from spec_tests.rig import judge, ledger, shards, target
@@ -55,7 +56,7 @@ class _AllReturning(Worlds):
 
 @pytest.mark.parametrize("value", OBSERVATIONS.values(), ids=OBSERVATIONS)
 def test_no_clause_stops_at_what_ranks_return(value: object):
-    worlds, which = _AllReturning(value), target.parse("solution")
+    worlds, which = _AllReturning(value), impls.parse("solution")
     found: Counter[Outcome] = Counter()
     for clause in ledger.load_all():
         result = judged(which, worlds, clause, next(clause.cases()))

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from spec_tests.rig import target
+from spec_tests import impls
 from spec_tests.rig.ledger import load_all
 from spec_tests.rig.outcomes import Outcome
 from spec_tests.rig.ranks.world import Worlds
@@ -190,7 +190,7 @@ def test_what_code_does_is_a_result_for_its_clause(module_worlds: Worlds, mine, 
     if NEEDS_CUDA in row.said and torch.cuda.is_available():
         pytest.skip("needs a machine without CUDA")
     mine("", "mine_too/__init__.py")
-    which = target.parse(row.text) if row.text.startswith("impostor:") else mine(row.text)
+    which = impls.parse(row.text) if row.text.startswith("impostor:") else mine(row.text)
     (clause,) = [each for each in load_all() if each.id == row.clause]
     case = next(each for each in clause.cases() if row.case.items() <= each.items())
     found = judged(which, module_worlds, clause, case)

@@ -9,15 +9,14 @@ from typing import Any
 import pytest
 import torch
 
+from spec_tests.impls import parse
 from spec_tests.programs import declared, draw, explore, law, seeds
 from spec_tests.programs.alone import SEED, Alone, exposed
 from spec_tests.programs.calls import VERBS, WORDS, after, parsed, spelled
 from spec_tests.programs.faults import FAULTS
 from spec_tests.programs.pieces import Piece, put_together
 from spec_tests.programs.scene import AXES, AXES_OF, OPTIMIZER, Scene, pairs
-from spec_tests.rig import target
 from spec_tests.rig.judge import Situation, Violation, judging
-from spec_tests.rig.target import parse
 from spec_tests.rig.toys import TOYS, sum_of_squares
 
 LINE = "stack nested held two: backward 0, accumulate 1, backward 2, step, evaluate 9"
@@ -222,11 +221,11 @@ def test_a_declared_situation_must_match_its_own_example(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "entry", declared.of(target.parse("torch")), ids=lambda e: f"{e.judges}-{e.shows}"
+    "entry", declared.of(parse("torch")), ids=lambda e: f"{e.judges}-{e.shows}"
 )
 def test_what_is_declared_of_torch_still_fails(worlds, entry):
     """An entry whose example passes is stale: delete it."""
-    found = explore.Exploration(target.parse("torch"), worlds, "correct")
+    found = explore.Exploration(parse("torch"), worlds, "correct")
     assert found.failure(explore.Drawn(entry.judges, entry.size, entry.shows)) is not None
 
 
