@@ -1,8 +1,5 @@
 """`trainspec watch` on small scripts: of each exactly the expected causes are reported."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -25,57 +22,6 @@ def test_a_small_script_is_told_as_it_should_be(case: Small, tmp_path: Path):
     assert [words for words in case.hides if words in screen] == [], shown
     assert outcome.verdict.steps, shown
     assert not any(" failed" in each for each in outcome.verdict.unseen), shown
-
-
-ASKED = """
-import importlib.util
-importlib.util.find_spec("torch")  # as a library does to learn whether it is installed
-import torch
-model = torch.nn.Linear(4, 4)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-model(torch.randn(8, 4)).square().mean().backward()
-optimizer.step()
-"""
-SPAWNED = """
-import os, torch, torch.distributed as dist
-
-def work(rank, store):
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model(torch.randn(8, 4)).square().mean().backward()
-    optimizer.step()
-    if rank == 1:
-        raise KeyError("label")
-    dist.barrier()
-
-if __name__ == "__main__":
-    torch.multiprocessing.spawn(work, args=(os.path.abspath("store"),), nprocs=2)
-"""
-
-
-@pytest.mark.parametrize(
-    ("text", "status", "said"),
-    [
-        (ASKED, 0, ["watching 1 rank of train.py", "nothing wrong in 1 step"]),
-        (SPAWNED, 1, ["rank 1: expected it to end, got KeyError: 'label'", "at train.py:11"]),
-    ],
-    ids=["find-spec-before-the-import", "spawn-raises"],
-)
-def test_a_script_is_watched_from_the_command_on(
-    text: str, status: int, said: list[str], tmp_path: Path
-):
-    (tmp_path / "train.py").write_text(text.lstrip())
-    words = [sys.executable, "-m", "spec_tests", "watch", "--", sys.executable, "train.py"]
-    paths = {"PYTHONPATH": str(Path(__file__).parents[3]), "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run(
-        words, cwd=tmp_path, env=os.environ | paths, capture_output=True, text=True, check=False
-    )
-    screen = ended.stdout + ended.stderr
-    assert (ended.returncode, [words for words in said if words not in screen]) == (status, []), (
-        screen
-    )
 
 
 LIBRARY = """
