@@ -12,7 +12,7 @@ import shlex
 from typing import Any
 from unittest import mock
 
-from spec_tests.tests.reference.launch import ROOT, run, solution
+from spec_tests.tests.reference.launch import ROOT, on_ranks, run, solution
 from spec_tests.tests.reference.training import BASELINE, DDP, FSDP
 
 # vocabulary x E + positions x E + layers x (12 E^2 + 13 E) + 2 E
@@ -96,16 +96,10 @@ def test_throughput_of_the_examples(in_rank, tmp_path):
         assert shown_days == f"{days:,.0f}"
 
 
-def test_a_named_preset_keeps_what_it_says(in_rank):
+@on_ranks(1)
+def test_a_named_preset_keeps_what_it_says(ctx):
     """For every preset; a flag that is given wins over the preset."""
-    for given, kept in in_rank(shapes):
-        assert given == kept
-
-
-def shapes(ctx):
-    """Pairs: the settings that a preset declares, and those that a command takes from it."""
     config, workload = solution("config"), solution("measure.workload")
-    pairs = []
     tables = {"gpt2": config.PRESETS, "llama": config.LLAMA_PRESETS}
     kinds = {"gpt2": config.GPT2Config, "llama": config.LlamaConfig}
     for model, presets in tables.items():
@@ -115,8 +109,7 @@ def shapes(ctx):
                 parsed = workload.parser("throughput", "").parse_args(flags)
                 expected = kinds[model].preset(preset, vocab_size=64 if words else None)
                 work = workload.Workload(parsed, is_run=False)
-                pairs.append((repr(work.config), repr(expected)))
-    return pairs
+                assert repr(work.config) == repr(expected)
 
 
 def test_the_training_scripts_examples_are_accepted(data, tmp_path):

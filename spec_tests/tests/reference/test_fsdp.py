@@ -11,9 +11,8 @@ from torch import nn
 from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.optim import SGD
 
-from spec_tests.rig.target import parse
 from spec_tests.tests.reference import training
-from spec_tests.tests.reference.launch import run_ranks
+from spec_tests.tests.reference.launch import on_ranks, run_ranks
 from spec_tests.tests.reference.training import FSDP, SMALL, summary, weights
 
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
@@ -81,26 +80,20 @@ def test_an_unknown_word_is_refused_by_name(data, tmp_path, flags):
     training.trained(data, tmp_path, *flags, module=FSDP, status=2, says=flags[1])
 
 
-def refused_on_one_rank(ctx):
-    """The class of the error where a function of the caller's raises on the last rank alone."""
+@on_ranks(2)
+def test_any_error_of_one_rank_is_one_of_all(ctx):
+    """A function of the caller's raises on the last rank alone."""
 
     def placement(parameter):
         if ctx.rank == ctx.world_size - 1:
             raise KeyError("no such placement")
 
-    with pytest.raises(Exception) as caught:  # which one is what is asked
+    with pytest.raises((ValueError, KeyError)[ctx.rank]):
         ctx.impl.fully_shard(nn.Linear(4, 4), shard_placement_fn=placement)
-    return caught.type.__name__
 
 
-def test_any_error_of_one_rank_is_one_of_all(worlds):
-    ranks = worlds.world(2, parse("solution")).run(refused_on_one_rank)
-
-    assert ranks == ["ValueError", "KeyError"]
-
-
-def copied(ctx):
-    """Whether what `full_parameters` gave follows no later change."""
+@on_ranks(2)
+def test_full_parameters_are_copies(ctx):
     api: Any = importlib.import_module("solution.parallel.fsdp.api")
     whole = api.fsdp(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)))
     before = api.full_parameters(whole)
@@ -108,23 +101,15 @@ def copied(ctx):
     with torch.no_grad():
         for parameter in whole.parameters():
             parameter.add_(1)
-    return all(torch.equal(before[name], kept[name]) for name in kept)
+    assert all(torch.equal(before[name], kept[name]) for name in kept)
 
 
-def test_full_parameters_are_copies(worlds):
-    assert worlds.world(2, parse("solution")).run(copied) == [True, True]
-
-
-def linear_left_sharded(ctx):
-    """Ask for no gather in the backward of a unit that has a Linear."""
+@on_ranks(2)
+def test_a_unit_with_a_linear_is_gathered_in_backward(ctx):
     table: Any = nn.Embedding(4, 2)
     ctx.impl.fully_shard([table, nn.Linear(2, 2)])
     with pytest.raises(ValueError, match="Embedding"):
         table.set_unshard_in_backward(False)
-
-
-def test_a_unit_with_a_linear_is_gathered_in_backward(worlds):
-    worlds.world(2, parse("solution")).run(linear_left_sharded)
 
 
 class Table(nn.Module):
@@ -138,24 +123,22 @@ class Table(nn.Module):
         return self.weight
 
 
-def left_behind(ctx):
-    """Hooks on a Parameter that its module has returned three times, and classes afterwards."""
+@on_ranks(2)
+def test_a_returned_parameter_gets_no_hooks_and_classes_go_with_their_models(ctx):
     model: Any = ctx.impl.fully_shard(Table(), reshard_after_forward=False)
     for _ in range(3):
         model().sum().backward()
     full = model._fsdp_unit.parameters[0].unsharded
-    num_hooks, sharded_class = len(full._backward_hooks or {}), weakref.ref(type(model))
+    assert not full._backward_hooks
+    sharded_class = weakref.ref(type(model))
     del model, full
     gc.collect()
-    return num_hooks, sharded_class() is None
+    assert sharded_class() is None
 
 
-def test_a_returned_parameter_gets_no_hooks_and_classes_go_with_their_models(worlds):
-    assert worlds.world(2, parse("solution")).run(left_behind) == [(0, True)] * 2
-
-
-def loaded_after_a_wrong_load(ctx):
-    """Output with ones that are loaded after tensors that are not sharded, or not by rows."""
+@on_ranks(2)
+def test_a_refused_load_can_be_repeated_and_a_tied_one_by_either_name(ctx):
+    """Ones are loaded after tensors that are not sharded, or not by rows."""
     model: Any = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(2)))
     model[1].weight = model[0].weight
     ctx.impl.fully_shard(model)
@@ -166,11 +149,7 @@ def loaded_after_a_wrong_load(ctx):
         with pytest.raises(ValueError, match=r"'0.weight' to stay a DTensor of .*discarded"):
             model.state_dict()
     model.load_state_dict(right, assign=True, strict=False)
-    return float(model(torch.ones(1, 4)).sum())
-
-
-def test_a_refused_load_can_be_repeated_and_a_tied_one_by_either_name(worlds):
-    assert worlds.world(2, parse("solution")).run(loaded_after_a_wrong_load) == [64.0, 64.0]
+    assert float(model(torch.ones(1, 4)).sum()) == 64.0
 
 
 class Holder(nn.Module):
@@ -181,16 +160,11 @@ class Holder(nn.Module):
         self.module, self.head = nn.Linear(4, 4), nn.Linear(4, 2)
 
 
-def restored(ctx, folder):
-    """Whether a sharded model with such a child is saved and loaded whole."""
+@on_ranks(2)
+def test_a_sharded_model_with_a_child_called_module_is_no_wrapper(ctx, tmp_path):
     model, fresh = (ctx.impl.fully_shard(Holder()) for _ in range(2))
     runs = {name: SGD(each.parameters(), 0.1) for name, each in (("old", model), ("new", fresh))}
-    ctx.impl.save_checkpoint(folder, step=1, model=model, optimizer=runs["old"])
-    ctx.impl.load_checkpoint(folder, model=fresh, optimizer=runs["new"])
+    ctx.impl.save_checkpoint(tmp_path, step=1, model=model, optimizer=runs["old"])
+    ctx.impl.load_checkpoint(tmp_path, model=fresh, optimizer=runs["new"])
     pairs = zip(model.state_dict().values(), fresh.state_dict().values(), strict=True)
-    return [torch.equal(old.to_local(), new.to_local()) for old, new in pairs]
-
-
-def test_a_sharded_model_with_a_child_called_module_is_no_wrapper(worlds, tmp_path):
-    ranks = worlds.world(2, parse("solution")).run(restored, str(tmp_path))
-    assert ranks == [[True] * 4] * 2
+    assert all(torch.equal(old.to_local(), new.to_local()) for old, new in pairs)
