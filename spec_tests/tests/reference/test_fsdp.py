@@ -1,16 +1,21 @@
-"""`python -m solution.train_fsdp`; and what docstrings of the sharding alone promise."""
+"""`python -m solution.train_fsdp`; promises of the sharding's docstrings; PyTorch's bits."""
 
 import gc
+import hashlib
 import importlib
 import weakref
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.optim import SGD
 
+from spec_tests.rig.ranks.rank import Context
+from spec_tests.rig.ranks.world import Worlds
+from spec_tests.rig.target import parse
 from spec_tests.tests.reference import training
 from spec_tests.tests.reference.launch import on_ranks, run_ranks
 from spec_tests.tests.reference.training import FSDP, SMALL, summary, weights
@@ -168,3 +173,135 @@ def test_a_sharded_model_with_a_child_called_module_is_no_wrapper(ctx, tmp_path)
     ctx.impl.load_checkpoint(tmp_path, model=fresh, optimizer=runs["new"])
     pairs = zip(model.state_dict().values(), fresh.state_dict().values(), strict=True)
     assert all(torch.equal(old.to_local(), new.to_local()) for old, new in pairs)
+
+
+# --------------------------------------------------------------------------- as an exercise uses it
+
+# The tests of CS336 read gradients of `.module` by name; the layers are the exercise's own, without
+# a bias. That parameters of other layers stay whole: the clause `fsdp.backward.replicated-rest`.
+WIDTH, WORDS, STEPS = 16, 20, 3
+
+
+class Linear(nn.Module):
+    """As the exercise has it: `[out, in]`, no bias, through einsum."""
+
+    def __init__(self, d_in: int, d_out: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(d_out, d_in) * d_in**-0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.einsum("...i,oi->...o", x, self.weight)
+
+
+class Embedding(nn.Module):
+    """A row for each word, by indexing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WORDS, WIDTH))
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        return self.weight[words]
+
+
+@pytest.mark.parametrize("compute_dtype", [None, torch.float16], ids=["float32", "float16"])
+@on_ranks(2)
+def test_the_exercises_own_layers_are_sharded_and_gradients_fit_their_parameters(
+    ctx, compute_dtype
+):
+    torch.manual_seed(7)
+    layers = (Embedding(), Linear(WIDTH, WIDTH), nn.ReLU(), Linear(WIDTH, WORDS))
+    wrapped = ctx.impl.fsdp(nn.Sequential(*layers), compute_dtype=compute_dtype)
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+    for step in range(STEPS):
+        generator = torch.Generator().manual_seed(10 * step + ctx.rank)
+        words = torch.randint(WORDS, (2, 5), generator=generator)
+        optimizer.zero_grad(set_to_none=True)
+        nn.functional.cross_entropy(wrapped(words)[:, -1].float(), words[:, 0]).backward()
+        ctx.impl.finish_gradient_synchronization(wrapped)
+        for name, parameter in wrapped.module.named_parameters():
+            gradient: Any = parameter.grad
+            assert gradient.shape == parameter.data.shape, name
+            assert gradient.dtype == parameter.data.dtype, name
+        assert wrapped.module[0].weight.to_local().numel() < WORDS * WIDTH
+        optimizer.step()
+
+
+# --------------------------------------------------------------------------------- beside PyTorch's
+
+# Ten steps, equal in every bit of loss and shard. No clause asks for it: no contract names the
+# order of an addition. It holds because both lay gradients out alike, and it is the strongest sign
+# that nothing is done in another way by accident.
+LLAMA_WIDTH, LLAMA_LENGTH = 24, 12
+NUM_STEPS = 10
+POLICIES: dict[str, dict[str, torch.dtype]] = {
+    "float32": {},
+    "bfloat16-float32": {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32},
+}
+
+
+# Of the reference's Llama. The small one has widths that no number of ranks divides.
+LLAMA = {
+    "vocab_size": 50,
+    "max_sequence_length": LLAMA_LENGTH,
+    "num_layers": 3,
+    "num_heads": 4,
+    "embedding_dim": LLAMA_WIDTH,
+    "ffn_multiplier": 0.75,
+    "ffn_multiple_of": 2 * LLAMA_WIDTH + 3,
+}
+
+
+def built(name: str) -> tuple[Any, int]:
+    """The model and how many words it knows."""
+    kind = importlib.import_module("solution.config").LlamaConfig
+    config = kind(**LLAMA) if name == "llama-small" else kind.preset("debug")
+    return importlib.import_module("solution.models.families").build(config), config.vocab_size
+
+
+def bits_of_steps(
+    ctx: Context, name: str, policy: dict[str, torch.dtype], setting: bool | None
+) -> list[list[str]]:
+    """This rank's losses, and digests of its shards of the gradients: every bit counts."""
+    torch.manual_seed(7)
+    model, vocabulary = built(name)
+    model.to(ctx.device)
+    options = {
+        "reshard_after_forward": setting,
+        "mp_policy": ctx.impl.MixedPrecisionPolicy(**policy),
+    }
+    for block in model.blocks:
+        ctx.impl.fully_shard(block, **options)
+    ctx.impl.fully_shard(model, **options)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    generator = torch.Generator().manual_seed(ctx.rank)
+    found = []
+    for _ in range(NUM_STEPS):
+        ids = torch.randint(vocabulary, (2, LLAMA_LENGTH + 1), generator=generator).to(ctx.device)
+        logits = model(ids[:, :-1])
+        loss = F.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten())
+        loss.backward()
+        shards = [p.grad.to_local().contiguous() for p in model.parameters()]
+        bits = b"".join(bytes(shard.view(torch.uint8).flatten().tolist()) for shard in shards)
+        found.append([float(loss).hex(), hashlib.sha256(bits).hexdigest()])
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    "model", ["llama-small", pytest.param("llama-debug", marks=pytest.mark.slow)]
+)
+def test_losses_and_gradients_are_pytorchs_to_the_bit(
+    worlds: Worlds, model: str, policy: str, size: int
+):
+    setting = {2: None, 3: True, 4: False}[size]
+    ours, theirs = (
+        list(worlds.world(size, parse(impl)).run(bits_of_steps, model, POLICIES[policy], setting))
+        for impl in ("solution", "torch")
+    )
+    assert ours == theirs
+    losses = [float.fromhex(loss) for loss, _ in ours[0]]
+    assert len(set(losses)) == NUM_STEPS, "it trains, or there would be nothing to compare"

@@ -1,4 +1,4 @@
-"""Text to shards: what is made anew, what is removed, and what a tokenizer may have seen."""
+"""Text to shards: what is made anew, what a tokenizer may have seen, and what is no shard."""
 
 import os
 from unittest import mock
@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
+from spec_tests.rig import shards
 from spec_tests.tests.reference.launch import on_ranks, solution
 
 SETTINGS = {"vocab_size": 300, "shard_tokens": 400, "val_fraction": 0.25}
@@ -120,3 +121,26 @@ def test_what_a_killed_write_leaves_is_taken_for_no_shard(ctx, tmp_path):
         solution("data.shards").write_atomically(tmp_path / "x_train_1.bin", b"half")
     assert seen[0], "the temporary file lies beside its target while it is written"
     assert not [name for name in seen[0] if name.endswith(".bin")]
+
+
+# ------------------------------------------------------------------------------------------- shards
+
+# Each bit of a header, and what is no file. Damaged files that any loader refuses: chapter data.
+RIGHT = shards.shard_bytes(shards.numbered(1, 40))
+WORDS = 12  # the bytes of magic, version and count; the header's others are reserved
+
+
+@on_ranks(1)
+def test_what_is_no_shard_is_refused_with_name_place_and_what_was_found(ctx, tmp_path):
+    for bit in range(8 * WORDS):
+        flipped = int.from_bytes(RIGHT, "little") ^ 1 << bit
+        (tmp_path / f"bit-{bit}").write_bytes(flipped.to_bytes(len(RIGHT), "little"))
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")  # nobody writes to it
+    (tmp_path / "device").symlink_to("/dev/zero")
+    (tmp_path / "nowhere").symlink_to(tmp_path / "absent")
+    for path in (*sorted(tmp_path.iterdir()), tmp_path / "absent"):
+        with pytest.raises((ValueError, FileNotFoundError)) as caught:
+            solution("data.shards").Shard(path)
+        words = [str(path), "expected", "found", *["offset"] * path.is_file()]
+        assert [word for word in words if word not in str(caught.value)] == [], str(caught.value)
