@@ -10,7 +10,9 @@ which process is which rank is read from /proc, so this needs Linux.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
+import inspect
 import os
 import re
 import runpy
@@ -27,6 +29,9 @@ from types import ModuleType
 from typing import Any
 from unittest import mock
 
+from spec_tests.impls import parse
+from spec_tests.rig.ranks.rank import Context
+from spec_tests.rig.ranks.world import Worlds
 from spec_tests.rig.ranks.zygote import (
     RANK_ENVIRONMENT,
     forget_triton,
@@ -207,6 +212,31 @@ def torchrun(
 def solution(name: str) -> Any:
     """Return a module of the reference, in a rank: the suite's own process never imports it."""
     return importlib.import_module(f"solution.{name}")
+
+
+def on_ranks(number: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Run a test on so many ranks, where the reference can be imported.
+
+    Its first argument is the rank's context; the others, fixtures and parameters, are sent there.
+    """
+
+    def decorated(test: Callable[..., None]) -> Callable[..., None]:
+        _, *own = inspect.signature(test).parameters
+
+        @functools.wraps(test)
+        def either(*place: Context, worlds: Worlds | None = None, **given: Any) -> None:
+            if worlds is None:  # on a rank
+                test(*place, **given)
+            else:
+                world = worlds.world(number, parse("solution"))
+                world.run(either, timeout_s=120.0, **given)
+
+        kind = inspect.Parameter.KEYWORD_ONLY
+        asked = [inspect.Parameter(name, kind) for name in ("worlds", *own)]
+        either.__signature__ = inspect.Signature(asked)  # type: ignore[attr-defined]  # for pytest
+        return either
+
+    return decorated
 
 
 def free_port() -> int:

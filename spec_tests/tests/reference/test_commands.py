@@ -1,36 +1,29 @@
-"""The examples in the docstrings of the commands run, and their numbers are those of a hand count.
+"""The examples in docstrings are true; those of commands run, with the published numbers.
 
 Presets of a named size are too large for a test to train: an example is run as far as its first
 step, which is replaced by a fixed rate.
 """
 
 import contextlib
+import doctest
 import importlib
 import io
+import pkgutil
 import re
 import shlex
 from typing import Any
 from unittest import mock
 
-from spec_tests.tests.reference.launch import ROOT, run, solution
+from spec_tests.tests.reference.launch import ROOT, on_ranks, run, solution
+from spec_tests.tests.reference.test_models import PUBLISHED
 from spec_tests.tests.reference.training import BASELINE, DDP, FSDP
 
-# vocabulary x E + positions x E + layers x (12 E^2 + 13 E) + 2 E
-GPT2_SMALL = 50_257 * 768 + 1024 * 768 + 12 * (12 * 768**2 + 13 * 768) + 2 * 768
-# Two matrices of vocabulary x E; per layer: q, o and k, v, three of the MLP, two norms; a norm.
-LLAMA_DEBUG = 2 * 2048 * 256 + 6 * (2 * 256**2 + 2 * 256**2 + 3 * 256 * 768 + 2 * 256) + 256
-LLAMA_1B = (
-    2 * 128_256 * 2048 + 16 * (2 * 2048**2 + 2 * 2048 * 8 * 64 + 3 * 2048 * 8192 + 2 * 2048) + 2048
-)
-COUNTS = {
-    "": ("gpt2 small", GPT2_SMALL),
-    "--model llama --preset debug": ("llama debug", LLAMA_DEBUG),
-    "--model llama --preset 1b": ("llama 1b", LLAMA_1B),
+NAMES = {
+    "": "gpt2 small",
+    "--model llama --preset debug": "llama debug",
+    "--model llama --preset 1b": "llama 1b",
 }
-
-
-def test_the_hand_counts_are_the_published_ones():
-    assert (GPT2_SMALL, LLAMA_DEBUG, LLAMA_1B) == (124_439_808, 6_163_712, 1_498_482_688)
+"""How an example begins, and the model that it means."""
 
 
 def said_by_examples(ctx, name, patches, extra):
@@ -49,8 +42,9 @@ def said_by_examples(ctx, name, patches, extra):
 
 
 def count_of(words):
-    """The longest of `COUNTS` that the example begins with."""
-    return COUNTS[max((flags for flags in COUNTS if words.startswith(flags)), key=len)]
+    """The name and the published number of the model of the longest beginning."""
+    name = NAMES[max((flags for flags in NAMES if words.startswith(flags)), key=len)]
+    return name, PUBLISHED[name]
 
 
 def test_memory_of_the_examples(in_rank, tmp_path):
@@ -96,16 +90,10 @@ def test_throughput_of_the_examples(in_rank, tmp_path):
         assert shown_days == f"{days:,.0f}"
 
 
-def test_a_named_preset_keeps_what_it_says(in_rank):
+@on_ranks(1)
+def test_a_named_preset_keeps_what_it_says(ctx):
     """For every preset; a flag that is given wins over the preset."""
-    for given, kept in in_rank(shapes):
-        assert given == kept
-
-
-def shapes(ctx):
-    """Pairs: the settings that a preset declares, and those that a command takes from it."""
     config, workload = solution("config"), solution("measure.workload")
-    pairs = []
     tables = {"gpt2": config.PRESETS, "llama": config.LLAMA_PRESETS}
     kinds = {"gpt2": config.GPT2Config, "llama": config.LlamaConfig}
     for model, presets in tables.items():
@@ -115,8 +103,7 @@ def shapes(ctx):
                 parsed = workload.parser("throughput", "").parse_args(flags)
                 expected = kinds[model].preset(preset, vocab_size=64 if words else None)
                 work = workload.Workload(parsed, is_run=False)
-                pairs.append((repr(work.config), repr(expected)))
-    return pairs
+                assert repr(work.config) == repr(expected)
 
 
 def test_the_training_scripts_examples_are_accepted(data, tmp_path):
@@ -132,3 +119,19 @@ def test_the_training_scripts_examples_are_accepted(data, tmp_path):
             words += ["--data", data, "--device", "cpu", "--sequence-length", 8, "--steps", 2]
             said = run(module, *words, "--dry-run", folder=tmp_path).out
             assert " parameters, vocabulary " in said
+
+
+# --------------------------------------------------------------------- examples of other docstrings
+
+
+@on_ranks(1)
+def test_every_example_says_what_it_shows(ctx):
+    number = 0
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        for found in pkgutil.walk_packages(
+            importlib.import_module("solution").__path__, "solution."
+        ):
+            if "__main__" not in found.name and "triton" not in found.name:
+                number += doctest.testmod(importlib.import_module(found.name)).attempted
+    assert said.getvalue() == ""
+    assert number > 10

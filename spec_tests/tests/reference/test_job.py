@@ -5,7 +5,7 @@ from unittest import mock
 
 import pytest
 
-from spec_tests.tests.reference.launch import run, run_ranks, solution, start
+from spec_tests.tests.reference.launch import on_ranks, run, run_ranks, solution, start
 from spec_tests.tests.reference.training import (
     BASELINE,
     DDP,
@@ -151,8 +151,8 @@ EARLY = {"measure.recording.ShortRunError": 2, "checkpoint.CheckpointError": 1}
 EARLY |= {"trainer.NonFiniteError": 1}
 
 
-def ended_early(ctx):
-    """The exit status by the error that comes before there is a job."""
+@on_ranks(1)
+def test_before_there_is_a_job_only_a_short_run_is_bad_input(ctx):
     job, found = solution("job"), {}
     for path in EARLY:
         module, _, name = path.rpartition(".")
@@ -162,11 +162,7 @@ def ended_early(ctx):
             mock.patch("sys.argv", ["train"]),
         ):
             found[path] = job.main(lambda *_: None, lambda module, *_: module, description="")
-    return found
-
-
-def test_before_there_is_a_job_only_a_short_run_is_bad_input(in_rank):
-    assert in_rank(ended_early) == EARLY
+    assert found == EARLY
 
 
 def test_what_all_ranks_refuse_the_first_one_says(tmp_path):

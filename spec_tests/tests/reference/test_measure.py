@@ -4,13 +4,14 @@ import functools
 import importlib
 import json
 import re
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
 import torch
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-from spec_tests.tests.reference.launch import run, solution
+from spec_tests.tests.reference.launch import on_ranks, run, solution
 
 SIZES = {"vocab_size": 65, "max_sequence_length": 32, "num_heads": 4, "embedding_dim": 16}
 CONFIGS = {
@@ -20,28 +21,19 @@ CONFIGS = {
 BATCH = {"batch_size": 3, "sequence_length": 16}
 
 
-def predicted_and_measured(ctx, kind):
-    """Terms of memory, predicted and measured."""
+@pytest.mark.parametrize("kind", CONFIGS)
+@on_ranks(1)
+def test_predictions_are_exact(ctx, kind):
     config = getattr(solution("config"), kind)(**CONFIGS[kind])
     model = solution("models.families").build(config)
     predicted = solution("measure.memory").predict(model, **BATCH)
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
     ids = torch.zeros(3, 16, dtype=torch.int64)
-    return {
-        "predicted": {**predicted.terms, "peak": predicted.peak_bytes},
-        "measured": solution("measure.memory").measured_step(model, optimizer, ids),
-    }
-
-
-@pytest.mark.parametrize("kind", CONFIGS)
-def test_predictions_are_exact(in_rank, kind):
-    found = in_rank(predicted_and_measured, kind)
-
-    predicted, measured = found["predicted"], found["measured"]
+    measured = solution("measure.memory").measured_step(model, optimizer, ids)
     for term in ("parameters", "gradients", "optimizer", "activations"):
-        assert predicted[term] == measured[term]
+        assert predicted.terms[term] == measured[term]
     # The loss, the number of its targets, and the ids, which MemTracker may count.
-    assert abs(predicted["peak"] - measured["peak"]) <= 8 * 3 * 16 + 64
+    assert abs(predicted.peak_bytes - measured["peak"]) <= 8 * 3 * 16 + 64
 
 
 # What a course prints for so many sequences of 1024, in MiB; 64 do not fit on 80 GB. These are the
@@ -70,21 +62,16 @@ class CourseModel(torch.nn.Module):
         return self.logits
 
 
-def predicted_of_the_course(ctx):
-    """Batch size to the peak bytes that are predicted for the course's model."""
+@pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers")
+@on_ranks(1)
+def test_the_courses_peaks_are_met(ctx):
     with torch.device("meta"):
         model = CourseModel()
     foreach = functools.partial(torch.optim.AdamW, foreach=True)
     options = {"sequence_length": 1024, "make_optimizer": foreach}
     predict = solution("measure.memory").predict
     sizes = (*PUBLISHED_MIB, OUT_OF_MEMORY_AT)
-    return {size: predict(model, batch_size=size, **options).peak_bytes for size in sizes}
-
-
-def test_the_courses_peaks_are_met(in_rank):
-    pytest.importorskip("transformers")
-    predicted = in_rank(predicted_of_the_course)
-
+    predicted = {size: predict(model, batch_size=size, **options).peak_bytes for size in sizes}
     assert predicted[OUT_OF_MEMORY_AT] > 80 * 2**30
     for size, published in PUBLISHED_MIB.items():
         second_model = SECOND_MODEL_MIB if size > 8 else 0

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from spec_tests.tests.reference.launch import solution
+from spec_tests.tests.reference.launch import on_ranks, solution
 
 LENGTH = 48  # of the sequences: no other size of these models, so that T x T is recognised
 SIZES = {
@@ -58,83 +58,68 @@ class Made(TorchDispatchMode):
         return sum({storage: size for storage, _, size in alive}.values()), len(squares)
 
 
-def checkpointed(ctx, name, backend, dtype):
-    """By mode: bytes and matrices of scores kept by a forward, and whether gradients are equal."""
-    ids = torch.arange(2 * LENGTH).reshape(2, LENGTH) % 50
-    attend = functools.partial(solution("attention").attention, backend=backend)
-    found, gradients = {}, []
-    for mode in ("none", "full", "selective"):
-        torch.manual_seed(3)
-        model = type(built(name))(config_of(name), attention=attend, activation_checkpointing=mode)
-        with Made() as made, torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
-            loss = model(ids).float().square().mean()
-        kept, squares = made.kept()
-        loss.backward()
-        gradients.append([p.grad for p in model.parameters()])
-        found[mode] = kept, squares, all(map(torch.equal, gradients[0], gradients[-1]))
-    return found
-
-
 @MODELS
 @pytest.mark.parametrize("backend", ["sdpa", "plain", "tiled"])
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
-def test_checkpointing_keeps_no_scores_and_changes_no_bit(in_rank, model, backend, dtype):
-    found = in_rank(checkpointed, model, backend, dtype)
+@on_ranks(1)
+def test_checkpointing_keeps_no_scores_and_changes_no_bit(ctx, model, backend, dtype):
+    ids = torch.arange(2 * LENGTH).reshape(2, LENGTH) % 50
+    attend = functools.partial(solution("attention").attention, backend=backend)
+    kept, scores, gradients = {}, {}, []
+    for mode in ("none", "full", "selective"):
+        torch.manual_seed(3)
+        config = config_of(model)
+        tried = type(built(model))(config, attention=attend, activation_checkpointing=mode)
+        with Made() as made, torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
+            loss = tried(ids).float().square().mean()
+        kept[mode], scores[mode] = made.kept()
+        loss.backward()
+        gradients.append([p.grad for p in tried.parameters()])
+        assert all(map(torch.equal, gradients[0], gradients[-1])), mode
 
-    assert all(is_equal for _, _, is_equal in found.values())
-    assert found["full"][1] == found["selective"][1] == 0
-    assert found["full"][0] < found["selective"][0] < found["none"][0]
+    assert scores["full"] == scores["selective"] == 0
+    assert kept["full"] < kept["selective"] < kept["none"]
     # Else the search for scores would have looked for nothing.
-    assert found["none"][1] > 0 or backend != "plain" or (model, dtype) != ("gpt2", None)
+    assert scores["none"] > 0 or backend != "plain" or (model, dtype) != ("gpt2", None)
 
 
 # ----------------------------------------------------------------- initialisation, counts, decay
 
 
-def from_meta(ctx, name):
-    """Whether a model from the meta device is whole; dtypes of its tables after a cast."""
+@MODELS
+@on_ranks(1)
+def test_a_model_comes_whole_from_the_meta_device(ctx, model):
     torch.manual_seed(0)
-    model, ids = built(name), torch.randint(0, 50, (2, LENGTH))
+    whole, ids = built(model), torch.randint(0, 50, (2, LENGTH))
     with torch.device("meta"):
-        empty = built(name)
+        empty = built(model)
     empty.to_empty(device="cpu")
     for parameter in empty.parameters():
         parameter.data.fill_(torch.nan)
-    empty.load_state_dict(model.state_dict())
+    empty.load_state_dict(whole.state_dict())
+    assert torch.equal(empty(ids), whole(ids))
+    tables = {b.dtype for b in empty.to(torch.bfloat16).buffers()}
+    assert tables == ({torch.float32} if model == "llama" else set())
     drawn = [
-        built(name).reset_parameters(torch.Generator().manual_seed(5)).state_dict()
+        built(model).reset_parameters(torch.Generator().manual_seed(5)).state_dict().values()
         for _ in range(2)
     ]
-    return {
-        "equal": torch.equal(empty(ids), model(ids)),
-        "reset": all(torch.equal(drawn[0][k], drawn[1][k]) for k in drawn[0]),
-        "tables": {b.dtype for b in empty.to(torch.bfloat16).buffers()},
-    }
-
-
-@MODELS
-def test_a_model_comes_whole_from_the_meta_device(in_rank, model):
-    tables = {torch.float32} if model == "llama" else set()
-    assert in_rank(from_meta, model) == {"equal": True, "reset": True, "tables": tables}
-
-
-def counted(ctx, name):
-    """Parameters, and operations per token: of a whole step as counted, and as they are told."""
-    families, config = solution("models.families"), config_of(name)
-    with torch.device("meta"), FlopCounterMode(display=False) as counter:
-        model = families.build(config)
-        model(torch.zeros(2, LENGTH, dtype=torch.int64)).sum().backward()
-    told = solution("measure.flops").flops_per_token(model, sequence_length=LENGTH)
-    return families.parameter_count(config), counter.get_total_flops(), 2 * LENGTH * told
+    assert all(map(torch.equal, *drawn))
 
 
 PUBLISHED = {"gpt2 small": 124_439_808, "llama debug": 6_163_712, "llama 1b": 1_498_482_688}
 
 
 @pytest.mark.parametrize("model", [*SIZES, *PUBLISHED])
-def test_parameters_and_operations_are_counted_exactly(in_rank, model):
-    num_parameters, seen, told = in_rank(counted, model)
-    assert seen == told
+@on_ranks(1)
+def test_parameters_and_operations_of_a_whole_step_are_counted_exactly(ctx, model):
+    families, config = solution("models.families"), config_of(model)
+    with torch.device("meta"), FlopCounterMode(display=False) as counter:
+        whole = families.build(config)
+        whole(torch.zeros(2, LENGTH, dtype=torch.int64)).sum().backward()
+    told = solution("measure.flops").flops_per_token(whole, sequence_length=LENGTH)
+    assert counter.get_total_flops() == 2 * LENGTH * told
+    num_parameters = families.parameter_count(config)
     assert num_parameters == PUBLISHED.get(model, num_parameters)
 
 
@@ -151,24 +136,19 @@ class Drawn(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def drawn_and_decayed(ctx, name):
-    """Of each parameter: how often an initialisation draws it, and its decay in the groups."""
-    model = built(name)
+@MODELS
+@on_ranks(1)
+def test_only_matrices_are_drawn_each_once_and_decay(ctx, model):
+    made = built(model)
     with Drawn() as drawn:
-        model.reset_parameters(torch.Generator().manual_seed(5))
-    groups = solution("optim").decay_groups(model, weight_decay=0.1)
+        made.reset_parameters(torch.Generator().manual_seed(5))
+    groups = solution("optim").decay_groups(made, weight_decay=0.1)
     decays = [(id(p), group["weight_decay"]) for group in groups for p in group["params"]]
     assert len(dict(decays)) == len(decays), "each once"
-    return {
+    found = {
         n: (drawn.times[p.untyped_storage()._cdata], dict(decays)[id(p)])
-        for n, p in model.named_parameters()
+        for n, p in made.named_parameters()
     }
-
-
-@MODELS
-def test_only_matrices_are_drawn_each_once_and_decay(in_rank, model):
-    found = in_rank(drawn_and_decayed, model)
-
     matrices = {name for name in found if not name.endswith(("norm.weight", ".bias"))}
     assert matrices < set(found)
     assert found == {name: (1, 0.1) if name in matrices else (0, 0.0) for name in found}

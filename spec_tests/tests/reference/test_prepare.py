@@ -1,7 +1,4 @@
-"""Text to shards: what is made anew, what is removed, and what a tokenizer may have seen.
-
-Each body runs in a rank, as the suite's own process never imports the reference.
-"""
+"""Text to shards: what is made anew, what a tokenizer may have seen, and what is no shard."""
 
 import os
 from unittest import mock
@@ -10,7 +7,8 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from spec_tests.tests.reference.launch import solution
+from spec_tests.rig import shards
+from spec_tests.tests.reference.launch import on_ranks, solution
 
 SETTINGS = {"vocab_size": 300, "shard_tokens": 400, "val_fraction": 0.25}
 
@@ -36,7 +34,9 @@ def prepared(texts, out, **changes):
     return module.prepare([texts], out, module.DataConfig(**{**SETTINGS, **changes}))
 
 
-def made_anew(ctx, texts, out):
+@on_ranks(1)
+def test_the_same_request_gives_the_same_bytes_and_old_shards_go(ctx, texts, tmp_path):
+    out = tmp_path / "out"
     prepared(texts, out)
     first = contents(out)
     prepared(texts, out)
@@ -48,12 +48,9 @@ def made_anew(ctx, texts, out):
     assert len(meta["shards"]) < sum(name.endswith(".bin") for name in first)
 
 
-def test_the_same_request_gives_the_same_bytes_and_old_shards_go(in_rank, texts, tmp_path):
-    in_rank(made_anew, texts, tmp_path / "out")
-
-
-def kept_apart(ctx, texts, out):
-    shards = solution("data.shards")
+@on_ranks(1)
+def test_the_tokenizer_has_not_seen_the_validation_documents(ctx, texts, tmp_path):
+    shards, out = solution("data.shards"), tmp_path / "out"
     prepared(texts, out)
     tokenizer = Tokenizer.from_file(str(out / "tokenizer.json"))
     assert len(tokenizer.encode("zyxwv").ids) == 5, "a merge of a word that training never has"
@@ -63,10 +60,6 @@ def kept_apart(ctx, texts, out):
     delimiter = solution("data.prepare").DELIMITER
     documents = tokenizer.decode(held.tolist(), skip_special_tokens=False).split(delimiter)
     assert documents == ["", *((texts / f"{n}.txt").read_text() for n in (3, 7))]
-
-
-def test_the_tokenizer_has_not_seen_the_validation_documents(in_rank, texts, tmp_path):
-    in_rank(kept_apart, texts, tmp_path / "out")
 
 
 def decoded(out, split):
@@ -81,66 +74,73 @@ def decoded(out, split):
 TEXT = "".join(f"{number}: the rain in spain\n" for number in range(20_000))  # beyond 400 kB
 
 
-def cut_by_position(ctx, folder):
-    (folder / "mytext.txt").write_text(TEXT)
-    prepared(folder / "mytext.txt", folder / "out", shard_tokens=10**6)
+@on_ranks(1)
+def test_a_single_text_however_long_is_cut_and_its_end_validates(ctx, tmp_path):
+    out = tmp_path / "out"
+    (tmp_path / "mytext.txt").write_text(TEXT)
+    prepared(tmp_path / "mytext.txt", out, shard_tokens=10**6)
     mark = solution("data.prepare").DELIMITER
-    train, val = (decoded(folder / "out", split).removeprefix(mark) for split in ("train", "val"))
+    train, val = (decoded(out, split).removeprefix(mark) for split in ("train", "val"))
     assert train + val == TEXT
     assert len(val) == len(TEXT) // 4
     assert len(TEXT) > solution("data.prepare").MAX_DOCUMENT_BYTES
 
 
-def test_a_single_text_however_long_is_cut_and_its_end_validates(in_rank, tmp_path):
-    in_rank(cut_by_position, tmp_path)
-
-
-def no_val(ctx, texts, out):
-    prepared(texts, out, val_fraction=0.0)
+@on_ranks(1)
+def test_where_nothing_validates_the_flags_are_named(ctx, texts, tmp_path):
+    prepared(texts, tmp_path / "out", val_fraction=0.0)
     with pytest.raises(ValueError, match="--val-fraction above 0, or train without --eval-every"):
-        solution("data.shards").find_shards(out, "val")
+        solution("data.shards").find_shards(tmp_path / "out", "val")
 
 
-def test_where_nothing_validates_the_flags_are_named(in_rank, texts, tmp_path):
-    in_rank(no_val, texts, tmp_path / "out")
-
-
-def bad_ids(ctx, folder):
+@on_ranks(1)
+def test_ids_that_uint16_cannot_hold_are_refused_and_nothing_is_written(ctx, tmp_path):
     for ids in ([0, 65536], [-1, 0], np.array([1, 70_000])):
         with pytest.raises(ValueError, match="65536"):
-            solution("data.shards").write_shard(folder / "x_train_0.bin", ids)
-    assert not contents(folder)
+            solution("data.shards").write_shard(tmp_path / "x_train_0.bin", ids)
+    assert not contents(tmp_path)
 
 
-def test_ids_that_uint16_cannot_hold_are_refused_and_nothing_is_written(in_rank, tmp_path):
-    in_rank(bad_ids, tmp_path)
-
-
-def in_order(ctx, folder):
+@on_ranks(1)
+def test_shards_are_in_the_order_of_their_numbers(ctx, tmp_path):
     shards = solution("data.shards")
     for number in (10, 9, 1):
-        shards.write_shard(folder / f"x_train_{number}.bin", [number])
-    names = [path.stem for path in shards.find_shards(folder, "train")]
+        shards.write_shard(tmp_path / f"x_train_{number}.bin", [number])
+    names = [path.stem for path in shards.find_shards(tmp_path, "train")]
     assert names == [f"x_train_{number}" for number in (1, 9, 10)]
 
 
-def test_shards_are_in_the_order_of_their_numbers(in_rank, tmp_path):
-    in_rank(in_order, tmp_path)
-
-
-def while_written(ctx, folder):
-    """Names in the folder at the moment at which a file's bytes are flushed."""
+@on_ranks(1)
+def test_what_a_killed_write_leaves_is_taken_for_no_shard(ctx, tmp_path):
     seen = []
 
     def look(descriptor):
-        seen.append([path.name for path in folder.iterdir()])
+        seen.append([path.name for path in tmp_path.iterdir()])
 
     with mock.patch.object(os, "fsync", side_effect=look):
-        solution("data.shards").write_atomically(folder / "x_train_1.bin", b"half")
-    return seen[0]
+        solution("data.shards").write_atomically(tmp_path / "x_train_1.bin", b"half")
+    assert seen[0], "the temporary file lies beside its target while it is written"
+    assert not [name for name in seen[0] if name.endswith(".bin")]
 
 
-def test_what_a_killed_write_leaves_is_taken_for_no_shard(in_rank, tmp_path):
-    names = in_rank(while_written, tmp_path)
-    assert names, "the temporary file lies beside its target while it is written"
-    assert not [name for name in names if name.endswith(".bin")]
+# ------------------------------------------------------------------------------------------- shards
+
+# Each bit of a header, and what is no file. Damaged files that any loader refuses: chapter data.
+RIGHT = shards.shard_bytes(shards.numbered(1, 40))
+WORDS = 12  # the bytes of magic, version and count; the header's others are reserved
+
+
+@on_ranks(1)
+def test_what_is_no_shard_is_refused_with_name_place_and_what_was_found(ctx, tmp_path):
+    for bit in range(8 * WORDS):
+        flipped = int.from_bytes(RIGHT, "little") ^ 1 << bit
+        (tmp_path / f"bit-{bit}").write_bytes(flipped.to_bytes(len(RIGHT), "little"))
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")  # nobody writes to it
+    (tmp_path / "device").symlink_to("/dev/zero")
+    (tmp_path / "nowhere").symlink_to(tmp_path / "absent")
+    for path in (*sorted(tmp_path.iterdir()), tmp_path / "absent"):
+        with pytest.raises((ValueError, FileNotFoundError)) as caught:
+            solution("data.shards").Shard(path)
+        words = [str(path), "expected", "found", *["offset"] * path.is_file()]
+        assert [word for word in words if word not in str(caught.value)] == [], str(caught.value)

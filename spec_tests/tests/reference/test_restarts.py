@@ -22,6 +22,7 @@ from spec_tests.tests.reference.launch import (
     HAS_PROC,
     ROOT,
     free_port,
+    on_ranks,
     run,
     run_ranks,
     solution,
@@ -258,8 +259,8 @@ def test_the_command_knows_a_torn_checkpoint(tmp_path, files, said):
     assert len(kills.torn(tmp_path, is_over=True)) == 2
 
 
-def saved_among_oddities(ctx, folder):
-    """What saves of optimizers raise whose state has no name, and what saves beside a leftover."""
+@on_ranks(1)
+def test_state_without_a_name_is_refused_and_a_file_is_not_in_the_way(ctx, tmp_path):
     from torch.distributed.optim import ZeroRedundancyOptimizer  # warns, which pytest forbids here
 
     save, load = solution("checkpoint").save_checkpoint, solution("checkpoint").load_checkpoint
@@ -267,41 +268,28 @@ def saved_among_oddities(ctx, folder):
     shared: Any = torch.optim.SGD(model.parameters(), lr=1.0)
     shared.state["shared"] = {"k": 3}
     divided = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=1.0)
-    said = []
-    for optimizer in (shared, divided):
-        with pytest.raises(solution("checkpoint").CheckpointError) as caught:
-            save(folder, step=1, model=model, optimizer=optimizer)
-        said.append(str(caught.value))
-    (folder / ".step-00000002.tmp").write_text("no folder")
+    said = {shared: "no name to be saved under", divided: "in another optimizer, in parts"}
+    for optimizer, words in said.items():
+        with pytest.raises(solution("checkpoint").CheckpointError, match=words):
+            save(tmp_path, step=1, model=model, optimizer=optimizer)
+    (tmp_path / ".step-00000002.tmp").write_text("no folder")
     plain = torch.optim.SGD(model.parameters(), lr=1.0)
-    save(folder, step=2, model=model, optimizer=plain)
-    return said, load(folder, model=model, optimizer=plain)
+    save(tmp_path, step=2, model=model, optimizer=plain)
+    assert load(tmp_path, model=model, optimizer=plain) == 2
 
 
-def test_state_without_a_name_is_refused_and_a_file_is_not_in_the_way(in_rank, tmp_path):
-    (shared, divided), step = in_rank(saved_among_oddities, tmp_path)
-
-    assert "no name to be saved under" in shared
-    assert "in another optimizer, in parts" in divided
-    assert step == 2
-
-
-def saved_and_loaded(ctx, folder):
-    """A rate that NumPy computed and a list of float32 beside bfloat16, saved and loaded."""
+@on_ranks(1)
+def test_rates_of_numpy_are_saved_and_lists_of_tensors_keep_their_dtype(ctx, tmp_path):
+    """A rate that NumPy computed, and a list of float32 beside bfloat16."""
     save, load = solution("checkpoint").save_checkpoint, solution("checkpoint").load_checkpoint
     model = torch.nn.Linear(2, 2).to(torch.bfloat16)
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=1.0)
     optimizer.param_groups[0]["lr"] = np.float64(0.25)
     optimizer.state[model.bias]["history"] = [torch.full((2,), 1.001)]
-    save(folder, step=1, model=model, optimizer=optimizer)
+    save(tmp_path, step=1, model=model, optimizer=optimizer)
     fresh: Any = torch.optim.SGD(model.parameters(), lr=1.0)
-    load(folder, model=model, optimizer=fresh)
+    load(tmp_path, model=model, optimizer=fresh)
+    rate = fresh.param_groups[0]["lr"]
+    assert (type(rate), rate) == (float, 0.25)
     [kept] = fresh.state[model.bias]["history"]
-    return type(fresh.param_groups[0]["lr"]).__name__, fresh.param_groups[0]["lr"], kept
-
-
-def test_rates_of_numpy_are_saved_and_lists_of_tensors_keep_their_dtype(in_rank, tmp_path):
-    kind, rate, kept = in_rank(saved_and_loaded, tmp_path)
-
-    assert (kind, rate) == ("float", 0.25)
     assert torch.equal(kept, torch.full((2,), 1.001))

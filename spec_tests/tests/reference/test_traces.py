@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from spec_tests.chapters.measure.timeline import Timeline
-from spec_tests.tests.reference.launch import ROOT, run, run_ranks, solution
+from spec_tests.tests.reference.launch import ROOT, on_ranks, run, run_ranks, solution
 from spec_tests.tests.reference.training import BASELINE, DDP, FSDP, summary
 
 NUM_STEPS, RECORDED, MICRO_BATCHES = 5, [4, 5], 2
@@ -142,9 +142,10 @@ def test_what_cannot_be_recorded_is_refused_before_training(data, tmp_path, flag
     assert "step " not in ended.out
 
 
-def histories(ctx, path):
-    """What is called of torch's recorder of memory, on a pretended GPU that has none left."""
-    calls = []
+@on_ranks(1)
+def test_a_memory_history_is_bounded_written_and_ended_also_out_of_memory(ctx, tmp_path):
+    """On a pretended GPU that has no memory left."""
+    calls, snapshot = [], tmp_path / "snapshots" / "x.pickle"
 
     def noted(name):
         return lambda *args, **kwargs: calls.append([name, *args, kwargs])
@@ -154,17 +155,11 @@ def histories(ctx, path):
         mock.patch.object(torch.cuda.memory, "_record_memory_history", noted("record")),
         mock.patch.object(torch.cuda.memory, "_dump_snapshot", noted("dump")),
         contextlib.suppress(torch.OutOfMemoryError),
-        solution("measure.memory").memory_history(path),
+        solution("measure.memory").memory_history(snapshot),
     ):
         raise torch.OutOfMemoryError("injected")
-    return calls
 
-
-def test_a_memory_history_is_bounded_written_and_ended_also_out_of_memory(in_rank, tmp_path):
-    snapshot = tmp_path / "snapshots" / "x.pickle"
-
-    (begin, options), (dump, path, _), (end, off) = in_rank(histories, snapshot)
-
+    (begin, options), (dump, path, _), (end, off) = calls
     assert [begin, dump, end] == ["record", "dump", "record"]
     assert options["stacks"] == "python"
     assert options["max_entries"] <= 1_000_000

@@ -64,8 +64,13 @@ class Visit:
 
 
 def require_decent(browser: Any, file: Path) -> Visit:
-    """Assert what every page owes: nothing fetched, names for a screen reader, no wide lines."""
-    visit = Visit(browser, file)
+    """Assert what every page owes: nothing fetched, names for a screen reader, no wide lines.
+
+    And text that can be read, in light and in dark.
+    """
+    assert Visit(browser, file, color_scheme="dark").faint() == {}
+    visit = Visit(browser, file, color_scheme="light")
+    assert visit.faint() == {}
     assert visit.requests == [file.as_uri()], "nothing but the file itself"
     assert visit.complaints == []
     found = visit.page.evaluate(_JS.joinpath("nameless.js").read_text())

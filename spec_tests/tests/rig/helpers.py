@@ -34,6 +34,12 @@ def declared(test: Callable[..., None]) -> Clause:
     return found
 
 
+def clause_named(id: str) -> Clause:
+    """Return the clause of an id."""
+    (found,) = [clause for clause in ledger.load_all() if clause.id == id]
+    return found
+
+
 MEAN = declared(test_gradients.test_every_rank_holds_the_mean_gradient)
 MEAN_CASE = {"world": 2, "subject": "ddp", "situation": "mlp: backward 0"}
 RIGHT = """\
@@ -60,20 +66,23 @@ def calling(statement: str) -> str:
 def judged(
     which: Target,
     worlds: Worlds,
-    test: Clause | Callable[..., None] = MEAN,
+    test: Clause | Callable[..., None] | str = MEAN,
     case: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> CaseResult:
     """Return what one case of a clause says of an implementation.
 
     Args:
-        test: the clause, or the test that is declared as one; `ddp.gradients.mean` by default.
-        case: `MEAN_CASE` by default for that clause, and the first case for any other.
+        test: the clause, its id, or the test that is declared as one; `ddp.gradients.mean` by
+            default.
+        case: what the case has, of which the clause's first is taken; or one that is not its own.
+            `MEAN_CASE` by default for that clause.
     """
-    clause = test if isinstance(test, Clause) else declared(test)
-    if case is None:
-        case = MEAN_CASE if clause is MEAN else next(clause.cases())
-    return run_case(clause, which, case, worlds, **options)
+    clause = clause_named(test) if isinstance(test, str) else test
+    clause = clause if isinstance(clause, Clause) else declared(clause)
+    asked = (MEAN_CASE if clause is MEAN else {}) if case is None else case
+    own = (each for each in clause.cases() if asked.items() <= each.items())
+    return run_case(clause, which, next(own, asked), worlds, **options)
 
 
 def clauses(chapter: str, level: str = LEVELS[-1]) -> list[Clause]:

@@ -1,15 +1,17 @@
-"""The register of clauses: what is refused, what pytest makes of it, and that each has teeth."""
+"""The register of clauses, which all have teeth; the promises of the contract that they judge."""
 
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 from spec_tests import museum
+from spec_tests.contract import FUNCTIONS
+from spec_tests.contract.promises import PROMISES, Promise, promises_of, qualified, read
 from spec_tests.rig import ledger
 from spec_tests.rig.clause import REGISTER, Clause, clause, clause_of, clauses
-from spec_tests.rig.outcomes import Strength
+from spec_tests.rig.outcomes import LEVELS, Strength
 from spec_tests.tests.rig.helpers import python
 from spec_tests.tests.rig.watched import told_by
 from spec_tests.watch.command import norms
@@ -152,13 +154,6 @@ def test_every_clause_has_either_an_impostor_or_a_reason_why_not():
     assert {c.transports for c in without} <= {("cuda",)}, "what a CPU shows has an impostor"
 
 
-def test_every_impostor_names_clauses_that_exist():
-    ids = {found.id for found in ledger.load_all()}
-    named = {name: card.rejected_by for name, card in museum.CATALOGUE.items()}
-    unknown = {name: set(ids_) - ids for name, ids_ in named.items() if set(ids_) - ids}
-    assert unknown == {}, "correct rejected_by: there are no such clauses"
-
-
 def test_the_ledger_is_fresh():
     teeth = {**museum.rejected_by(), **told_by()}
     text = ledger.render(ledger.load_all(), teeth, norms())
@@ -174,3 +169,91 @@ def test_the_ledger_lists_every_clause_and_its_fingerprint_sees_a_change(registe
     changed = [*before[1:], Clause(**(vars(before[0]) | {"sentence": "Nothing MUST hold."}))]
     assert ledger.fingerprint(before) == ledger.fingerprint(list(reversed(before)))
     assert ledger.fingerprint(changed) != ledger.fingerprint(before)
+
+
+# ------------------------------------------------------------------------- promises of the contract
+
+
+def listing(*lines: str) -> Callable[[], None]:
+    """A function of which the docstring lists these lines."""
+
+    def function() -> None: ...
+
+    function.__doc__ = "\n    ".join(["Do it.", "", *lines])
+    function.__qualname__ = "function"
+    return function
+
+
+def test_a_docstring_lists_promises_by_level_and_what_may_be_refused():
+    found = read(
+        listing(
+            *(
+                "Args:",
+                "    path: a file.",
+                "",
+                "Level `course`:",
+                "    whole: It is read. Once.",
+                "",
+            ),
+            *("Level `production`:", "    fast: It takes a second.", ""),
+            *("May be refused:", "    fast: A long file.", "    foreign: A file of others."),
+        )
+    )
+    assert [*found.values()] == [
+        Promise("function", "whole", "course", "It is read. Once."),
+        Promise("function", "fast", "production", "It takes a second.", "A long file."),
+        Promise("function", "foreign", "correct", "", "A file of others."),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("    whole: It is read again.", "'whole' is there twice"),
+        ("        and that in two lines.", "expected 'name: Text.', got"),
+        ("    no stop: It is read", "expected 'name: Text.', got"),
+    ],
+)
+def test_a_line_that_is_no_promise_is_refused(line: str, said: str):
+    with pytest.raises(ValueError, match=said):
+        read(listing("Level `correct`:", "    whole: It is read.", line))
+
+
+def test_a_function_promises_what_the_one_promises_that_it_is_as():
+    own = {promise.id for promise in promises_of("ddp_bucketed")}
+    assert {promise.id for promise in promises_of("ddp")} | {"ddp_bucketed/bucket-size"} == own
+    ids = [promise.id for promise in promises_of("build_fsdp_trainer")]
+    assert "build_trainer/frozen" in ids
+    assert "build_zero1_trainer/state-divided" in ids
+
+
+def test_a_source_names_the_promises_of_the_functions_that_are_judged():
+    both = ("fully_shard", "fsdp")
+    told = "contract: fully_shard/plain-bits, fsdp/plain-bits, fsdp/reused; Zhao et al."
+    assert qualified("contract: plain-bits, fsdp/reused; Zhao et al.", both) == told
+    assert qualified(told, both) == told
+    assert qualified("contract: mean-gradient", ("ddp_bucketed",)) == "contract: ddp/mean-gradient"
+    assert qualified("Zhao et al.", both) == "Zhao et al."
+    for unknown in ("plain_bits", "ddp/plain-bits", "any-order", "plain-bits and more"):
+        with pytest.raises(ValueError, match=f"'{unknown}' is no promise of the contract"):
+            qualified(f"contract: {unknown}", both)
+
+
+def test_every_function_of_the_contract_promises_something():
+    assert [name for name in FUNCTIONS if not promises_of(name)] == []
+    assert {promise.level for promise in PROMISES.values()} == {*LEVELS}
+
+
+def test_clauses_judge_every_promise_at_its_level():
+    judged = defaultdict(set)
+    for found in ledger.load_all():
+        for id in found.promises if found.strength is Strength.MUST else ():
+            judged[id].add(LEVELS.index(found.level))
+    assert {*PROMISES} - {*judged} == set(), "promises without a MUST clause"
+    lowest = {id: LEVELS[min(judged[id])] for id in judged}
+    assert lowest == {id: PROMISES[id].level for id in judged}
+
+
+def test_a_source_speaks_of_the_contract_by_names_of_promises_and_first():
+    others = {c.id: c.source.removeprefix("contract: ") for c in ledger.load_all()}
+    assert [id for id, source in others.items() if "contract:" in source] == []

@@ -1,12 +1,17 @@
-"""`python -m spec_tests` as its users start it: exit status, messages, files, from anywhere."""
+"""`python -m spec_tests` as its users start it: exit status, messages, files, from anywhere.
 
+Every command of the repository answers `--help`: `python -m X`, and each subcommand.
+"""
+
+from __future__ import annotations
+
+import ast
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
-from importlib import import_module
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
@@ -15,6 +20,7 @@ from xml.etree import ElementTree
 import pytest
 
 from spec_tests import __main__ as command
+from spec_tests.bench.__main__ import BENCHMARKS
 from spec_tests.rig.outcome_hooks import Run
 from spec_tests.rig.plugin import _nothing_to_run
 from spec_tests.rig.ranks.world import Worlds
@@ -83,11 +89,12 @@ def test_a_function_that_nobody_can_call_is_one_fault_and_no_verdict(tmp_path: P
     assert "blocked: 2 clauses not tried on " in ended.stdout
 
 
-def test_wrong_code_is_told_what_is_wrong_and_how_to_run_it_again(tmp_path: Path):
+@pytest.mark.parametrize("workers", [(), ("-n", "2")], ids=["alone", "workers"])
+def test_wrong_code_is_told_what_is_wrong_and_how_to_run_it_again(tmp_path: Path, workers):
     (tmp_path / "mine.py").write_text(WRONG)
-    ended = spec_tests("--impl", str(tmp_path / "mine.py"), *CLAUSES)
+    ended = spec_tests("--impl", str(tmp_path / "mine.py"), *workers, *CLAUSES)
     assert ended.returncode == 1, ended.stdout + ended.stderr
-    assert ended.stdout.startswith("ddp         FAIL 1, pass 1 "), "no letters before it"
+    assert ended.stdout.startswith("ddp         FAIL 1, pass 1 "), "no letters, nor words of xdist"
     assert not re.search(r"\d (passed|deselected)", ended.stdout), "pytest's, in cases"
     assert "next: " not in ended.stdout, "it does not conform"
     assert ended.stdout.count(f"[{FROZEN}]  Frozen parameters MUST keep") == 1
@@ -259,6 +266,7 @@ def test_a_report_has_its_points_and_compares_with_the_next(tmp_path: Path):
     assert "Who had this bug before" in page, "the stories of its impostors"
     better = spec_tests("compare", "wrong", "right", cwd=tmp_path)
     assert (better.returncode, f"- {FROZEN} on mine.py: FAIL → pass" in better.stdout) == (0, True)
+    assert "## What got better: 1" in better.stdout
     worse = spec_tests("compare", "right", "wrong", cwd=tmp_path)
     assert (worse.returncode, "likely: summed" in worse.stdout) == (1, True), worse.stdout
 
@@ -272,24 +280,7 @@ def test_an_installed_suite_serves_pytest_from_another_folder(tmp_path: Path):
     assert read_log(tmp_path / "out" / "events.jsonl")[-1]["counts"]["passed"] == 1
 
 
-def test_workers_count_in_clauses_as_well(tmp_path: Path):
-    (tmp_path / "mine.py").write_text(WRONG)
-    ended = spec_tests("--impl", "mine.py", "-n", "2", *CLAUSES, cwd=tmp_path)
-    assert ended.returncode == 1, ended.stdout + ended.stderr
-    assert ended.stdout.startswith("ddp         FAIL 1, pass 1 "), "nothing of xdist's before it"
-
-
 # --------------------------------------------------------------------------- without a process
-
-
-@pytest.mark.parametrize("name", command.COMMANDS)
-def test_the_manual_names_every_subcommand_and_each_has_a_main(name: str, capsys):
-    assert command.main(["--help"]) == 0
-    manual = capsys.readouterr().out
-    assert "Exit status" in manual
-    assert "--level" in manual, "the options of check"
-    assert f"python -m spec_tests {name} " in manual
-    assert callable(import_module(command.COMMANDS[name]).main)
 
 
 def test_options_are_found_in_both_spellings():
@@ -345,3 +336,79 @@ def test_address(number):
     written = [each for each in tmp_path.iterdir() if each.suffix.startswith(".gw")]
     assert {each.suffix for each in written} == {".gw0", ".gw1"}
     assert len({each.read_text() for each in written}) == 1
+
+
+# --------------------------------------------------------------------------------------------- help
+
+
+NO_COMMANDS = {
+    "torch_repros": "what a script for a bug tracker shows; `repro --finding` writes the script",
+    "league_repros": "the same, of a library",
+    "checkouts": "a course's code",
+}
+HELPS = """
+import contextlib, io, json, runpy, sys
+found = {}
+for words in json.loads(sys.argv[1]):
+    module, *rest = words.split()
+    sys.argv, said, status = [module, *rest, "--help"], io.StringIO(), "returned"
+    try:
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+            if module == "spec_tests":  # its entry point ends the process
+                from spec_tests.__main__ import main
+                status = main(sys.argv[1:])
+            else:
+                runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except SystemExit as ended:
+        status = ended.code or 0
+    except ModuleNotFoundError as error:
+        status = f"lacks {error.name}"
+    except BaseException as error:
+        status = repr(error)
+    found[words] = [status, said.getvalue()]
+print(json.dumps(found))
+"""
+
+
+SKELETONS = "spec_tests.contract.skeletons."  # a learner's file: its end runs a toy on two ranks
+
+
+def is_guard(node: ast.stmt) -> bool:
+    """Whether it is `if __name__ == "__main__":`."""
+    return isinstance(node, ast.If) and "__name__" in ast.unparse(node.test)
+
+
+def modules() -> list[str]:
+    """What `python -m` can start: every file with a guard, but those that are no commands."""
+    found = []
+    for path in sorted(
+        each for top in ("spec_tests", "solution") for each in (ROOT / top).rglob("*.py")
+    ):
+        words = path.relative_to(ROOT).with_suffix("").parts
+        if {*words} & {*NO_COMMANDS} or not any(map(is_guard, ast.parse(path.read_text()).body)):
+            continue
+        found.append(".".join(words).removesuffix(".__main__"))
+    return [name for name in found if not name.startswith(SKELETONS)]
+
+
+def test_every_command_answers_help(tmp_path: Path):
+    subcommands = {"", *re.findall(r"python -m spec_tests (\w+) ", command.__doc__)}
+    assert {*command.COMMANDS} < subcommands
+    words = [f"spec_tests {name}".strip() for name in sorted(subcommands)]
+    words += [f"spec_tests.bench {name}" for name in BENCHMARKS]
+    words += modules()
+    assert {"spec_tests.bench", "spec_tests.museum.duplicates"} < {*words}
+
+    ended = launch.run(HELPS, json.dumps(words), folder=tmp_path)
+
+    found = json.loads(ended.out.splitlines()[-1])
+    bad = {
+        name: (status, text)
+        for name, (status, text) in found.items()
+        if status != 0 or "usage" not in text
+    }
+    assert bad == {}
+    _, manual = found["spec_tests"]
+    assert "Exit status" in manual
+    assert "--level" in manual, "the options of check"
+    assert [name for name in command.COMMANDS if f"spec_tests {name} " not in manual] == []

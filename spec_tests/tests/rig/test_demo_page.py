@@ -44,12 +44,6 @@ def test_the_page_is_decent_with_every_part_and_with_few(file: Path, tmp_path: P
     assert "One step, as it happened" not in headings
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_every_text_of_the_demonstration_can_be_read(file: Path, browser, scheme: str):
-    visit = Visit(browser, file, color_scheme=scheme)
-    assert visit.faint() == {}
-
-
 def test_every_part_is_there_and_drawn(file: Path, browser):
     page = Visit(browser, file).page
     headings = page.locator("h2").all_inner_texts()

@@ -1,6 +1,7 @@
 """A failing case is tried again, on gloo or alone on fresh ranks; the message says what came of it.
 
-Where no ranks can be simulated, that is said.
+Where no ranks can be simulated, that is said. On the same ranks it is run once more: what differs
+from run to run is the whole finding.
 """
 
 from __future__ import annotations
@@ -16,15 +17,13 @@ import torch
 from spec_tests import impls
 from spec_tests.rig import plugin
 from spec_tests.rig.clause import Clause
-from spec_tests.rig.judge import replay, runner
-from spec_tests.rig.ledger import load_all
+from spec_tests.rig.judge import Violation, repeat, replay, runner
 from spec_tests.rig.outcomes import Outcome
+from spec_tests.rig.ranks.errors import DIFFERS
 from spec_tests.rig.ranks.world import World, Worlds
 from spec_tests.rig.report.eventlog import read_log
 from spec_tests.rig.sim import Schedule
-from spec_tests.tests.rig.helpers import python
-
-CLAUSES = {clause.id: clause for clause in load_all()}
+from spec_tests.tests.rig.helpers import MEAN, clause_named, python
 
 
 def note(worlds: Worlds, clause: Clause, impostor: str, **case: Any) -> str:
@@ -36,13 +35,13 @@ def note(worlds: Worlds, clause: Clause, impostor: str, **case: Any) -> str:
 
 
 def test_a_finding_that_gloo_shows_too_is_told_with_what_gloo_says(worlds: Worlds):
-    clause = CLAUSES["ddp.gradients.mean"]
+    clause = clause_named("ddp.gradients.mean")
     said = note(worlds, clause, "ddp.sum-for-mean", subject="ddp", situation="mlp: backward 0")
     assert said.startswith("replayed on gloo: failed as well: rank 0, 'first.weight'")
 
 
 def test_a_finding_that_only_a_schedule_shows_passes_on_gloo(worlds: Worlds):
-    clause = CLAUSES["ddp.schedule.waits-for-every-launch"]
+    clause = clause_named("ddp.schedule.waits-for-every-launch")
     said = note(worlds, clause, "ddp.waits-for-last-only", subject="ddp_bucketed")
     assert said.startswith("replayed on gloo: ")
     assert said.endswith("; live ranks take no schedule")
@@ -57,7 +56,7 @@ def test_of_a_property_the_shrunk_example_is_replayed(
 
     seen: list[dict[str, Any]] = []
     monkeypatch.setattr(replay, "_on_gloo", keep)
-    clause = CLAUSES["ddp.schedule.same-gradients"]
+    clause = clause_named("ddp.schedule.same-gradients")
     note(worlds, clause, "ddp.gathers-by-completion", subject="ddp_bucketed")
     (values,) = seen
     assert values["subject"] == "ddp_bucketed"
@@ -66,7 +65,7 @@ def test_of_a_property_the_shrunk_example_is_replayed(
 
 def test_what_passes_is_not_replayed(worlds: Worlds, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(replay, "_on_gloo", lambda *_: pytest.fail("replayed"))
-    clause = CLAUSES["ddp.gradients.mean"]
+    clause = clause_named("ddp.gradients.mean")
     world = worlds.world(2, impls.parse("solution"), transport="sim")
     with replay.telling(clause, {}, world):
         clause.test(world=world, subject="ddp", situation="mlp: backward 0")
@@ -76,7 +75,7 @@ def test_a_torch_without_a_hook_is_told_and_clauses_of_schedules_are_not_judged(
     worlds: Worlds, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.delattr(torch._C._distributed_c10d, "FakeProcessGroup")
-    clause = CLAUSES["ddp.schedule.waits-for-every-launch"]
+    clause = clause_named("ddp.schedule.waits-for-every-launch")
     found = runner.run_case(clause, impls.parse("solution"), {"world": 2, "subject": "ddp"}, worlds)
     assert found.outcome is Outcome.NOT_HERE
     assert "lacks ..._distributed_c10d.FakeProcessGroup" in found.message
@@ -147,3 +146,110 @@ def test_what_fails_alone_has_the_line_that_it_always_had(tmp_path: Path):
     for clause, _, again, message in found:
         assert again == f"python -m spec_tests --impl {mine} --clause {clause}"
         assert "fresh ranks" not in message
+
+
+# ---------------------------------------------------------------------- once more on the same ranks
+
+
+CASE = {"subject": "ddp", "situation": "mlp: backward 0"}
+
+DDP = """
+import torch.distributed as dist
+
+calls, works = [], []
+
+
+def ddp(module, *, process_group=None):
+    calls.append(module)
+    for tensor in (*module.parameters(), *module.buffers()):
+        dist.broadcast(tensor.data, src=0)
+    for parameter in module.parameters():
+        parameter.register_post_accumulate_grad_hook(reduce)
+    return module
+
+
+def reduce(parameter):
+    REDUCE
+
+
+def finish_gradient_synchronization(wrapped):
+    while works:
+        works.pop().wait()
+"""
+# Doubled, so that it is wrong whenever the division comes.
+DIVIDED_IN_FLIGHT = """
+    parameter.grad *= 2
+    works.append(dist.all_reduce(parameter.grad, async_op=True))
+    parameter.grad /= dist.get_world_size()
+"""
+SUMMED = "works.append(dist.all_reduce(parameter.grad, async_op=True))"
+COUNTED = "parameter.grad *= len(calls)"
+
+
+def found(
+    worlds: Worlds, folder: Path, reduce: str, clause: Clause = MEAN, **case: Any
+) -> Exception:
+    """What a clause says of DDP with this hook, after a second run."""
+    mine = folder / "mine.py"
+    mine.write_text(DDP.replace("REDUCE", reduce.strip()), encoding="utf-8")
+    world = worlds.world(3, impls.parse(str(mine)))
+    case = case or CASE
+    telling = repeat.Repeats().telling(clause, {**case, "world": 3}, world)
+    with pytest.raises(Exception) as caught, telling:
+        clause.test(world=world, **case)
+    return caught.value
+
+
+def test_what_is_written_in_flight_differs_and_simulated_ranks_prove_it(
+    worlds: Worlds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    # Whether two runs differ is chance on live ranks; that they do is given here.
+    runs = iter(["[x]  Y.\nrank 1, 'b' (3,): expected z\nlargest error 5 at (0,)"])
+    monkeypatch.setattr(repeat, "_run", lambda *_: next(runs))
+    said = str(found(worlds, tmp_path, DIVIDED_IN_FLIGHT)).splitlines()
+    assert said[1] == DIFFERS
+    assert said[2].startswith("one run: rank 0, '")
+    assert said[2].endswith("another: rank 1, 'b' (3,) is off by 5")
+    assert "on simulated ranks: " in said[3]
+    assert "wrote to a buffer that will receive the result" in said[3]
+    assert [line[:7] for line in said[4:]] == ["given: "], "no other story"
+
+
+def test_what_is_the_same_twice_is_told_as_before(worlds: Worlds, tmp_path: Path):
+    said = str(found(worlds, tmp_path, SUMMED))
+    assert "likely: summed and not divided by the world size" in said
+    assert "differs" not in said
+
+
+def test_state_that_changes_from_call_to_call_is_no_race(worlds: Worlds, tmp_path: Path):
+    """Its second run differs as well, and on fresh ranks in the same way."""
+    said = str(found(worlds, tmp_path, COUNTED))
+    assert "expected the mean gradient" in said
+    assert "differs" not in said
+
+
+def test_a_property_is_run_again_with_the_values_that_it_was_drawn(
+    worlds: Worlds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    seen: list[Any] = []
+
+    def run(clause: Clause, _: Any, case: dict[str, Any], __: Any) -> None:
+        seen.append((clause.test, case))
+
+    monkeypatch.setattr(repeat, "_run", run)
+    clause = clause_named("ddp.gradients.mean-at-any-seed")
+    said = str(found(worlds, tmp_path, SUMMED, clause, subject="ddp"))
+    assert "summed and not divided" in said
+    ((test, case),) = seen
+    assert test is not clause.test
+    assert {"seed", "toy", "subject", "world"} == {*case}
+    assert case["world"] == 3
+
+
+def test_one_case_of_a_clause_is_run_once_more():
+    repeats, function = repeat.Repeats(), (impls.parse("plain"), "ddp")
+    wrong = Violation("x", {"wrong": {"name": "a", "shape": [], "ranks": {}}})
+    assert [repeats._may_try(wrong, MEAN, function) for _ in range(2)] == [True, False]
+    assert not repeats._may_try(Violation("no tensor"), MEAN, function)
+    repeats.known[function] = DIFFERS
+    assert repeats._may_try(wrong, MEAN, function)

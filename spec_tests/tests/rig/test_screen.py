@@ -1,4 +1,9 @@
-"""What a run shows while it judges, and the ending of a log; no ranks are started."""
+"""What a run shows while it judges, and the ending of a log; no ranks are started.
+
+Causes: failed clauses that show the same are one cause, and nothing is guessed.
+"""
+
+from __future__ import annotations
 
 import io
 import re
@@ -11,10 +16,16 @@ import pytest
 from spec_tests import __main__ as command
 from spec_tests.rig import ledger
 from spec_tests.rig.live import Live
-from spec_tests.rig.outcomes import Outcome
+from spec_tests.rig.outcomes import Event, Outcome
 from spec_tests.rig.progress import Progress
+from spec_tests.rig.ranks.errors import DIFFERS
 from spec_tests.rig.report import INCOMPLETE, render_ending
+from spec_tests.rig.report.causes import causes
+from spec_tests.rig.report.diagnosis import FEW_JUDGED, Dictionary, Families, families
 from spec_tests.rig.report.eventlog import EventLog
+from spec_tests.rig.report.text import clip
+from spec_tests.rig.target import PACKAGE_ROOT
+from spec_tests.tests.rig import golden
 from spec_tests.tests.rig.logs import MESSAGE, START, add, log, result
 
 
@@ -120,3 +131,210 @@ def test_with_everything_nothing_is_enumerated_in_part():
     whole = render_ending(events, everything=True)
     assert " more" not in whole
     assert all(f"correct: {each}\n" in whole for each in messages), "every cause"
+
+
+# ------------------------------------------------------------------------------------------- causes
+
+
+TRACE = """[{id}]  A sentence.
+rank 0 and 1 of 2 raised {error}
+Traceback (most recent call last):
+  File "mine.py", line {line}, in finish
+    dist.all_reduce(p.grad)
+  File "/usr/lib/python3.12/site-packages/torch/distributed/distributed_c10d.py", line 9, in f
+"""
+WRONG = """[{id}]  A sentence.
+rank 0, 'w' (2,): expected the mean gradient, got 2.000 x it in every element
+likely: summed and not divided by the world size
+"""
+BARE = """[{id}]  A sentence.
+rank 0, 'w' (2,): expected the mean gradient, got something else
+"""
+KIND = "TypeError: expected Tensor, got None"
+
+
+def failed(id: str, text: str, **fields: object):
+    return result("failed", clause=id, message=text.format(id=id, **fields))
+
+
+def enough(*events: Event) -> list[Event]:
+    """As many clauses as it takes for a kind of fault to be named; the others passed."""
+    passed = [result("passed", clause=f"ddp.z.n{number}") for number in range(FEW_JUDGED)]
+    return log(*events, *passed)
+
+
+def of_both(clause: str, text: str) -> list[Event]:
+    """The same failure of two functions."""
+    failure = failed(clause, text, line=3, error=KIND)
+    return [failure | {"subject": each, "case": each} for each in ("ddp", "ddp_bucketed")]
+
+
+LOST = WRONG.replace("summed", "lost")
+HALVED = WRONG.replace("the world size", "the world size, or counted twice")
+MORE = "[{id}]  A sentence.\nrank 0: expected {what} of at most 5, got {got}\n"
+UNSTABLE = f"[{{id}}]  A sentence.\n{DIFFERS}\n"
+SUITE = TRACE.replace("mine.py", f"{PACKAGE_ROOT}/rig/clause.py")
+RAISED = failed("ddp.a.raised", TRACE, error=KIND, line=3)
+SUMMED = failed("ddp.a.one", WRONG), failed("ddp.a.two", WRONG)
+CAUSES: dict[str, list[Event]] = {
+    "a line that raises is one cause, whatever it says": log(
+        failed("ddp.a.one", TRACE, error="ValueError: the hook raised KeyError: 3", line=12),
+        failed("ddp.a.two", TRACE, error="ValueError: another", line=12),
+        failed("ddp.a.three", TRACE, error="ValueError: elsewhere", line=90),
+    ),
+    "lines of the suite are nobody's cause": log(failed("ddp.a.b", SUITE, error=KIND, line=1)),
+    "what has no diagnosis is joined where it says the same": log(
+        *(failed("ddp.a.bare", BARE), *SUMMED),
+        failed("ddp.b.bare", BARE.replace("'w' (2,)", "'layer.bias' (3, 1)")),
+        failed("ddp.b.zero", BARE.replace("something else", "zero in every element")),
+    ),
+    "a diagnosis of several causes joins the one that stands alone": log(
+        *(failed("ddp.a.one", HALVED), failed("ddp.a.two", WRONG)),
+        failed("ddp.b.one", WRONG.replace("summed and not", "not sent; or not")),
+    ),
+    "a diagnosis of several causes, none of which stands alone": log(failed("ddp.a.one", HALVED)),
+    "more of one thing is one cause, of another is another": log(
+        failed("ddp.a.one", MORE, what="live bytes", got=7),
+        failed("ddp.a.two", MORE, what="live bytes", got=9),
+        failed("ddp.a.less", MORE, what="live bytes", got=3),
+        failed("ddp.a.messages", MORE, what="messages", got=7),
+    ),
+    "two functions never share a cause": log(
+        *(*of_both("ddp.a.one", WRONG), *of_both("ddp.a.two", WRONG)),
+        *of_both("ddp.a.crash", TRACE),
+    ),
+    "where one case differs no other speaks": log(
+        failed("ddp.a.one", WRONG), failed("ddp.a.one", UNSTABLE) | {"case": "second"}
+    ),
+    "what the exercise asks comes first": log(
+        *(failed(f"ddp.a.n{number}", WRONG) for number in range(3)),
+        failed("zero1.a.b", LOST) | {"level": "course"},
+    ),
+    "of a few clauses nothing more is told": log(*SUMMED),
+    "a near-miss is named where it fails all of it": enough(*SUMMED),
+    "the kind of a fault is told once, where nothing raised": enough(
+        RAISED, SUMMED[0], failed("ddp.a.three", LOST)
+    ),
+    "what raised is of no kind": enough(RAISED),
+    "what differs is of no kind": enough(failed("ddp.a.one", UNSTABLE)),
+    "an error of the rig is of no kind": enough(result("error", clause="ddp.a.one")),
+}
+
+
+@pytest.fixture
+def known(monkeypatch):
+    """All that fails is of one family, and one near-miss fails two clauses.
+
+    `ddp.a.none` speaks of another family.
+    """
+    speaks = dict.fromkeys(("ddp.a.one", "ddp.a.two"), "wrong-divisor stale")
+    clauses = {"ddp.a.none": "precision", "ddp.a.late": "stale", **speaks}
+    known_ones = Families(families().says, clauses, {})
+    monkeypatch.setattr("spec_tests.rig.report.causes.families", lambda: known_ones)
+    twice = "likely: summed and not divided by the world size"
+    signatures = {"ddp.sum-for-mean": {"ddp.a.one": twice, "ddp.a.two": twice}}
+    monkeypatch.setattr("spec_tests.rig.report.causes.dictionary", lambda: Dictionary(signatures))
+    monkeypatch.setattr(Families, "named", lambda *_, **__: ("wrong-divisor",))
+    return known_ones
+
+
+@pytest.mark.usefixtures("known")
+def test_the_causes_of_what_failed_are_as_they_were_kept():
+    lines = []
+    for name, events in CAUSES.items():
+        lines.append(f"---------- {name}")
+        for cause in causes(events, "solution"):
+            told = [f"{cause.kind or 'finding'}: {cause.title}", *cause.families, cause.like]
+            lines.append("; ".join(filter(None, told)))
+            cases = ((cell.clause, cell.decisive_cases[0]["case"]) for cell in cause.cells)
+            lines.append(f"    {', '.join(f'{clause} {case}' for clause, case in cases)}")
+    golden.check("report/causes.txt", "\n".join(lines))
+
+
+@pytest.mark.usefixtures("known")
+def test_an_ending_counts_causes_and_says_what_they_are_like(monkeypatch):
+    of_two = CAUSES["two functions never share a cause"]
+    assert "4 causes explain 3 failed clauses" in render_ending(of_two)
+    assert "probably" not in render_ending(enough(RAISED))
+    events = enough(*SUMMED)
+    assert "like ddp.sum-for-mean: " in render_ending(events)
+    monkeypatch.setattr(Families, "named", lambda *_, **__: ("stale", "wrong-divisor"))
+    (cause,) = causes(events, "solution")
+    assert cause.like == "", "it is not of both families"
+    assert "probably stale: an old value is used where a newer one exists; or" in render_ending(
+        events
+    )
+
+
+def test_the_terminal_ends_with_the_causes_in_at_most_forty_lines():
+    events = log(
+        *(failed(f"ddp.a.n{number}", WRONG) for number in range(9)),
+        *(failed(f"ddp.b.n{number}", BARE.replace("mean", "x" * number)) for number in range(60)),
+    )
+    counted = (
+        "1 cause explains 9 failed clauses of solution; 60 findings are not explained (60 clauses)"
+    )
+    ending = render_ending(events).partition(counted)[2].splitlines()
+    assert len(ending) <= 40
+    assert ending[1] == " 1  summed and not divided by the world size"
+    assert ending[2].endswith("got 2.000 x it in every element")
+    assert ending[3].startswith("    probably wrong-divisor: a reduced or averaged value is off")
+    assert ending[4] == "    correct: ddp.a.n0, ddp.a.n1, ddp.a.n2 and 6 more"
+    assert ending[-1].endswith("more lines: --all, or the report")
+    assert "likely: " not in render_ending(events)
+    assert render_ending(events, everything=True).count("likely: ") == 9
+    assert render_ending(events[:3]).count("likely: ") == 1, "few findings are shown in full"
+
+
+def test_a_message_that_is_cut_keeps_the_frames_of_the_judged_code_and_its_end():
+    others = [f'  File "/v/site-packages/torch/{i}.py", line {i}, in f\n    g()' for i in range(30)]
+    own = '  File "/v/mine.py", line 37, in hook\n    raise RuntimeError'
+    text = "\n".join(["rank 0 raised", *others[:15], own, *others[15:], "RuntimeError", "again: x"])
+
+    shown = clip(text, 9).splitlines()
+
+    left_out = "... 60 lines left out; the log of a --report has them"
+    end = ["  ...", "RuntimeError", "again: x"]
+    assert shown == ["rank 0 raised", left_out, *own.splitlines(), *end]
+    for without in ("\n".join(others), "\n".join(map(str, range(99)))):
+        for limit in (3, 8, 9):
+            cut = clip(without, limit).splitlines()
+            assert (len(cut), cut[0]) == (limit, without.splitlines()[0])
+            assert cut[-1] == without.splitlines()[-1]
+
+
+def test_errors_of_a_model_that_one_line_calls_are_causes_by_their_words():
+    toy = f'  File "{PACKAGE_ROOT}/rig/toys.py", line 36, in forward\n'
+    below = TRACE.replace("    dist.all_reduce(p.grad)\n", f"    return self.module(x)\n{toy}")
+    sizes = "RuntimeError: size mismatch, got input ({}), mat ({}x6)"
+    events = log(
+        failed("ddp.a.one", below, error=sizes.format(4, 4), line=12),
+        failed("ddp.a.two", below, error="RuntimeError: expected the same dtype", line=12),
+        failed("ddp.a.three", below, error=sizes.format(2, 2), line=12),
+    )
+    found = causes(events, "solution")
+    assert [cause.clauses for cause in found] == [["ddp.a.one", "ddp.a.three"], ["ddp.a.two"]]
+    assert found[0].text == f"a module that mine.py:12 calls raises {sizes.format(4, 4)}"
+
+
+def test_a_kind_of_fault_stands_at_a_cause_whose_clauses_speak_of_it(monkeypatch, known):
+    cast, late = WRONG.replace("summed", "cast"), WRONG.replace("summed", "late")
+    first = failed("ddp.a.none", cast)
+    told = {
+        cause.clauses[0]: cause.families
+        for cause in causes(enough(first, failed("ddp.a.one", WRONG)), "solution")
+    }
+    assert told == {"ddp.a.none": (), "ddp.a.one": ("wrong-divisor",)}
+    (cause,) = causes(enough(first), "solution")
+    assert (cause.families, cause.like) == ((), "")
+
+    monkeypatch.setattr(Families, "named", lambda *_, **__: ("wrong-divisor", "stale"))
+    apart = enough(first, failed("ddp.a.late", late), failed("ddp.b.other", WRONG))
+    told = {cause.clauses[0]: cause.families for cause in causes(apart, "solution")}
+    # Of the other one no clause speaks: it stays an alternative of the one that is told.
+    assert told["ddp.a.late"] == ("wrong-divisor", "stale")
+    apart = enough(first, failed("ddp.a.late", late), failed("ddp.a.one", WRONG))
+    known.clauses["ddp.a.one"] = "wrong-divisor"
+    told = {cause.clauses[0]: cause.families for cause in causes(apart, "solution")}
+    assert told["ddp.a.late"] == ("stale",)
+    assert told["ddp.a.one"] == ("wrong-divisor",)

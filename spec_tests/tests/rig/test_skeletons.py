@@ -35,6 +35,9 @@ ddp, ddp_bucketed, no_sync = _reference.ddp, _reference.ddp_bucketed, _reference
 finish_gradient_synchronization = _reference.finish_gradient_synchronization
 """
 """What the trainer's skeleton tells its reader to import."""
+with_reference = pytest.mark.skipif(
+    not (REPOSITORY_ROOT / "solution").is_dir(), reason="the reference is not beside the suite"
+)
 
 
 @pytest.fixture(params=skeletons.SUBJECTS)
@@ -168,9 +171,7 @@ def test_a_skeleton_fails_with_the_step_that_is_to_be_done(
     assert {*re.findall(r'File "([^"]+)"', result.message)} <= {str(place)}, "no other's lines"
 
 
-@pytest.mark.skipif(
-    not (REPOSITORY_ROOT / "solution").is_dir(), reason="the reference is not beside the suite"
-)
+@with_reference
 def test_a_skeleton_that_is_filled_from_the_reference_passes(
     own: Worlds, subject: str, tmp_path: Path
 ):
@@ -183,9 +184,7 @@ def test_a_skeleton_that_is_filled_from_the_reference_passes(
     assert [r.message for r in results if r.outcome is not Outcome.PASSED] == []
 
 
-@pytest.mark.skipif(
-    not (REPOSITORY_ROOT / "solution").is_dir(), reason="the reference is not beside the suite"
-)
+@with_reference
 @pytest.mark.parametrize(
     ("subject", "expected"),
     [("ddp", "[[2., 1.]]"), ("zero1", "1 of the 2"), ("fsdp", "[[2.0, 1.0]]")],

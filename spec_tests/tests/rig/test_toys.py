@@ -35,6 +35,13 @@ def built(toy: str, seed: int = 7) -> Any:
     return TOYS[toy].build(seed)
 
 
+def backward(toy: str, module: Any = None, **flags: Any) -> Any:
+    """A toy with the gradients of one batch; `module` is one that was changed."""
+    module = module or built(toy)
+    sum_of_squares(module(TOYS[toy].batch(7, rank=0), **flags)).backward()
+    return module
+
+
 def present(found: oracle.Gradients) -> oracle.Named:
     """The gradients that exist."""
     return {name: gradient for name, gradient in found.items() if gradient is not None}
@@ -61,13 +68,17 @@ FACTS: dict[str, Callable[[Any], bool]] = {
         [len(list(block.children())) for block in m.blocks] == [2, 2, 2]
         and "gain" in dict(m.named_parameters(recurse=False))
     ),
+    "conv": lambda m: all(  # channels last, the gradient too
+        each.is_contiguous(memory_format=torch.channels_last) and not each.is_contiguous()
+        for each in (m.conv.weight, m.conv.weight.grad)
+    ),
 }
-"""Toy to what its name claims of its layers; what its gradients are is asserted below."""
+"""Toy to what its name claims, of it after a backward; more is asserted below."""
 
 
 @pytest.mark.parametrize("toy", FACTS)
 def test_a_toy_is_built_as_it_claims(toy: str):
-    assert FACTS[toy](built(toy))
+    assert FACTS[toy](backward(toy))
 
 
 CALLS = {"tied": ["encode", "decode"], "reused": ["block", "block"]}
@@ -89,7 +100,7 @@ def test_tied_is_one_weight_that_counts_once_and_gets_gradient_from_both_uses():
     both = {n for n, _ in module.named_parameters(remove_duplicate=False)}
     assert both - {n for n, _ in module.named_parameters()} == {"decode.weight"}
     module.decode.weight = nn.Parameter(module.decode.weight.detach().clone())
-    sum_of_squares(module(TOYS["tied"].batch(7, rank=0))).backward()
+    backward("tied", module)
     parts = module.encode.weight.grad, module.decode.weight.grad
     assert all(bool(part.any()) for part in parts)
     assert torch.equal(gradients("tied", 7)["encode.weight"], sum(parts))
@@ -98,8 +109,7 @@ def test_tied_is_one_weight_that_counts_once_and_gets_gradient_from_both_uses():
 def test_shifted_gives_one_gradient_to_both():
     module = built("shifted")
     module.shift.register_hook(torch.Tensor.zero_)
-    sum_of_squares(module(TOYS["shifted"].batch(7, rank=0))).backward()
-    assert not module.first.weight.grad.any()
+    assert not backward("shifted", module).first.weight.grad.any()
 
 
 def ready_order(use: str) -> list[str]:
@@ -107,7 +117,7 @@ def ready_order(use: str) -> list[str]:
     order: list[str] = []
     for name, parameter in module.named_parameters():
         parameter.register_post_accumulate_grad_hook(lambda p, name=name: order.append(name))
-    sum_of_squares(module(TOYS["branches"].batch(7, rank=0), use=use)).backward()
+    backward("branches", module, use=use)
     return order
 
 
@@ -137,19 +147,11 @@ def test_buffers_are_of_floats_integers_and_booleans_and_move():
     assert any(not torch.equal(before[name], other[name]) for name in before)
 
 
-def test_conv_is_channels_last_in_weight_and_gradient():
-    module = built("conv")
-    sum_of_squares(module(TOYS["conv"].batch(7, rank=0))).backward()
-    for tensor in (module.conv.weight, module.conv.weight.grad):
-        assert tensor.is_contiguous(memory_format=torch.channels_last)
-        assert not tensor.is_contiguous()
-
-
 def test_strided_has_an_expanded_gradient():
     module = built("strided")
     seen: list[torch.Tensor] = []
     module.summed.register_hook(lambda gradient: seen.append(gradient))
-    sum_of_squares(module(TOYS["strided"].batch(7, rank=0))).backward()
+    backward("strided", module)
     assert set(seen[0].stride()) == {0}
 
 

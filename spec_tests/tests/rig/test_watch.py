@@ -2,8 +2,6 @@
 
 import functools
 import json
-import os
-import subprocess
 import sys
 import textwrap
 import threading
@@ -15,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from spec_tests.tests.rig.helpers import ROOT, python
 from spec_tests.tests.rig.watched import SCRIPTS, find
 from spec_tests.tests.rig.watched.trial import Outcome, run
 from spec_tests.watch import replayed, traffic, twin
@@ -62,17 +61,10 @@ TRAIN = """
 """
 
 
-def watch(*words: str, cwd: Path | None = None, **environment: str) -> tuple[int, str]:
+def watch(*words: str, cwd: Path = ROOT, **environment: str) -> tuple[int, str]:
     """Run the command; returns its exit status and all that it printed."""
-    ended = subprocess.run(
-        [sys.executable, "-m", "spec_tests", "watch", *words],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        cwd=cwd,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-        check=False,
-    )
+    environment = {"OMP_NUM_THREADS": "1", **environment}
+    ended = python("-m", "spec_tests", "watch", *words, cwd=cwd, **environment)
     return ended.returncode, ended.stdout + ended.stderr
 
 
@@ -93,23 +85,46 @@ def test_torchrun_with_a_report(tmp_path: Path):
     assert "<svg" in (tmp_path / "out" / "index.html").read_text()
 
 
-def test_one_rank_without_a_process_group(tmp_path: Path):
-    status, output = watch("--", sys.executable, script(tmp_path))
-    assert (status, "trained" in output) == (0, True), output
-    assert "nothing wrong in 4 steps of 1 rank" in output
-    assert "cost: the watcher's hooks took" in output
+ASKED = TRAIN.replace("import os, sys", "import os, sys, importlib.util")
+# As a library does to learn whether it is installed.
+ASKED = ASKED.replace("import torch\n", 'importlib.util.find_spec("torch"); import torch\n', 1)
+SPAWNED = """
+    import os, torch, torch.distributed as dist
+
+    def work(rank, store):
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(torch.randn(8, 4)).square().mean().backward()
+        optimizer.step()
+        if rank == 1:
+            raise KeyError("label")
+        dist.barrier()
+
+    if __name__ == "__main__":
+        torch.multiprocessing.spawn(work, args=(os.path.abspath("store"),), nprocs=2)
+"""
+RIGHT_ALONE = ("trained", "nothing wrong in 4 steps of 1 rank", "cost: the watcher's hooks took")
 
 
-def test_the_script_s_own_status_is_handed_on(tmp_path: Path):
-    status, output = watch("--", sys.executable, script(tmp_path, more="sys.exit(7)"))
-    assert status == 7, output
-
-
-def test_an_exception_is_told_with_its_line(tmp_path: Path):
-    status, output = watch("--", sys.executable, script(tmp_path, more="raise OSError('disk')"))
-    assert status == 1
-    assert "got OSError: disk" in output
-    assert "at train.py:" in output
+@pytest.mark.parametrize(
+    ("text", "more", "status", "said"),
+    [
+        (TRAIN, "", 0, RIGHT_ALONE),
+        (TRAIN, "sys.exit(7)", 7, ()),
+        (TRAIN, "raise OSError('disk')", 1, ("got OSError: disk", "at train.py:")),
+        (ASKED, "", 0, ("watching 1 rank of train.py", *RIGHT_ALONE)),
+        (SPAWNED, "", 1, ("rank 1: expected it to end, got KeyError: 'label'", "at train.py:12")),
+    ],
+    ids=["alone", "own-status", "raises", "find-spec-before-the-import", "spawn-raises"],
+)
+def test_a_script_is_watched_from_the_command_on(
+    tmp_path: Path, text: str, more: str, status: int, said: tuple[str, ...]
+):
+    path = script(tmp_path, text, more)
+    found, output = watch("--", sys.executable, path, cwd=tmp_path)
+    assert (found, [words for words in said if words not in output]) == (status, []), output
 
 
 @pytest.mark.parametrize(("last", "expected"), [("0", 0), ("9", 1)])
@@ -159,40 +174,6 @@ def test_forks_threads_and_a_sitecustomize_of_the_user_s_own(tmp_path: Path):
     )
     assert status == 0, output
     assert "nothing wrong in 4 steps of 1 rank" in output
-
-
-ALONE = """
-    import torch
-    import torch.distributed as dist
-    from torch import nn
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
-    model = nn.Linear(4, 4)
-    if WAITS:
-        model = nn.parallel.DistributedDataParallel(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    torch.manual_seed(rank)
-    for step in range(2 + (rank if EXTRA else 0)):
-        model(torch.randn(8, 4)).square().mean().backward()
-        optimizer.step()
-    if WAITS:
-        dist.recv(torch.zeros(1), src=1 - rank)
-    dist.destroy_process_group()
-"""
-
-
-def test_ranks_that_wait_for_each_other_are_told_before_the_time_out(tmp_path: Path):
-    path = script(tmp_path, ALONE.replace("WAITS", "True").replace("EXTRA", "False"))
-    outcome = run(Path(path), 2, options=("--fail-fast", "--patience", "2"))
-    (cause,) = [c for c in outcome.verdict.causes if c.finding.norm == "watch.run.goes-on"]
-    assert "rank 0 waits at train.py:16" in cause.finding.text
-    assert "rank 1 waits at train.py:16" in cause.finding.text
-
-
-def test_a_rank_that_takes_more_steps_than_the_others_is_told(tmp_path: Path):
-    path = script(tmp_path, ALONE.replace("WAITS", "False").replace("EXTRA", "True"))
-    outcome = run(Path(path), 2)
-    assert "watch.steps.as-many" in outcome.norms, shown(outcome)
 
 
 # What a reader's scripts did that the watcher took for a fault, changed, or broke upon: the model,

@@ -1,21 +1,27 @@
 """What code does, and what that comes to: an outcome with words for its clause, and no more.
 
 Each row is an implementation that is right or wrong in one way. Whatever it does, who is judged
-beside it in the same worlds is judged as ever.
+beside it in the same worlds is judged as ever. What ranks return is foreign: no clause may take it
+for granted, and none may stop at it.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 from spec_tests import impls
-from spec_tests.rig.ledger import load_all
+from spec_tests.contract import FUNCTIONS
+from spec_tests.programs.laws import stream
+from spec_tests.rig import judge, ledger, shards, target
+from spec_tests.rig.judge import runner
 from spec_tests.rig.outcomes import Outcome
-from spec_tests.rig.ranks.world import Worlds
+from spec_tests.rig.ranks.errors import RigError
+from spec_tests.rig.ranks.world import Ranks, World, Worlds
 from spec_tests.tests.rig.helpers import MEAN_CASE, RIGHT_BESIDE, UNANSWERED, calling, judged
 
 DIED, FAILED, HANG, NOT_HERE, NOT_OFFERED, PASSED = (
@@ -45,7 +51,6 @@ CALLS = {
     "sleeps": ("time.sleep(1000)", HANG, "time.sleep(1000)"),
     "long words": ("raise ValueError('x' * 10**8)", FAILED, "characters left out"),
     "cuda": ("return module.cuda()", NOT_HERE, NEEDS_CUDA),
-    "streams": ("return torch.cuda.Stream()", NOT_HERE, NEEDS_CUDA),
     "left open": ("raise NotImplementedError(module)", NOT_OFFERED, "not offered: ddp"),
 }
 """What `ddp` does."""
@@ -94,7 +99,7 @@ LOADERS = {
 }
 WORKERS = """
 from torch.utils.data import DataLoader
-from spec_tests import plain
+from spec_tests import impls, plain
 
 def token_loader(paths, **options):
     batches = list(plain.token_loader(paths, **options))
@@ -191,9 +196,7 @@ def test_what_code_does_is_a_result_for_its_clause(module_worlds: Worlds, mine, 
         pytest.skip("needs a machine without CUDA")
     mine("", "mine_too/__init__.py")
     which = impls.parse(row.text) if row.text.startswith("impostor:") else mine(row.text)
-    (clause,) = [each for each in load_all() if each.id == row.clause]
-    case = next(each for each in clause.cases() if row.case.items() <= each.items())
-    found = judged(which, module_worlds, clause, case)
+    found = judged(which, module_worlds, row.clause, row.case)
     module_worlds.drop(which)
     assert found.outcome is row.outcome, found.message
     for said in row.said:
@@ -203,3 +206,106 @@ def test_what_code_does_is_a_result_for_its_clause(module_worlds: Worlds, mine, 
     assert len(found.message) < 100_000
     beside = judged(RIGHT_BESIDE, module_worlds)
     assert beside.outcome is PASSED, "as if nothing had happened beside it"
+
+
+# -------------------------------------------------------------------------------- what ranks return
+
+
+OBSERVATIONS = {
+    "None": None,
+    "an empty tuple": (),
+    "an exception": ValueError("no"),
+    "a tensor": torch.zeros(3),
+    "another dict": {"x": [torch.zeros(2)]},
+}
+
+
+class _Returning(World):
+    """Ranks that run nothing, offer everything, and return the same whatever they are asked."""
+
+    def run(self, body: Any, *args: Any, **options: Any) -> Ranks:
+        value = self.worlds.value  # type: ignore[attr-defined]  # see _AllReturning
+        judge.SITUATION.get().observed = ranks = Ranks([value] * self.size)
+        return ranks
+
+    def offered(self) -> tuple[str, ...]:
+        return tuple(FUNCTIONS)
+
+    def misfits(self) -> dict[str, str]:
+        return {}
+
+
+class _AllReturning(Worlds):
+    def __init__(self, value: object) -> None:
+        super().__init__()
+        self.value = value
+
+    def world(
+        self, size: int, target: target.Target | None = None, *, transport: str | None = None
+    ) -> World:
+        """Such ranks, wherever they are asked for."""
+        return _Returning(self, size, target, transport or "gloo")
+
+
+@pytest.mark.parametrize("value", OBSERVATIONS.values(), ids=OBSERVATIONS)
+def test_no_clause_stops_at_what_ranks_return(value: object):
+    worlds, which = _AllReturning(value), impls.parse("solution")
+    found: Counter[Outcome] = Counter()
+    for clause in ledger.load_all():
+        result = judged(which, worlds, clause)
+        found[result.outcome] += 1
+        assert result.outcome is not Outcome.ERROR, f"{clause.id}: {result.message}"
+    assert found[Outcome.FAILED] > 0.9 * found.total(), found
+
+
+def finding_about(observed: list[Any], error: Exception) -> str:
+    """What is said when a clause stops with this error over these observations."""
+    here = judge.Situation(clause="ddp.gradients.mean", observed=observed)
+    with (
+        pytest.raises(judge.Violation) as caught,
+        judge.judging(here),
+        judge.unreadable_is_a_finding(),
+    ):
+        raise error
+    assert caught.value.__cause__ is error
+    return str(caught.value)
+
+
+def test_the_finding_shows_what_every_rank_returned_and_where_it_was_read():
+    error = TypeError("'NoneType' object is not iterable")
+    error.add_note("Falsifying example: length=3")
+    said = finding_about([{"grad": torch.zeros(2, 3)}, None], error)
+    assert "cannot read: TypeError: 'NoneType' object is not iterable" in said
+    assert "rank 0 returned {'grad': <tensor (2, 3) float32>}\nrank 1 returned None" in said
+    assert "read in test_what_code_comes_to.py:" in said
+    assert "raise error" in said
+    assert error.__notes__ == ["Falsifying example: length=3"]
+    assert "every rank returned ()" in finding_about([(), ()], error)
+    assert len(finding_about([["x" * 10**6] * 10**3], error)) < 2000
+
+
+@pytest.mark.parametrize(
+    ("error", "observed"),
+    [
+        (RigError("the rig"), [None]),
+        (OSError("no space left on device"), [None]),
+        (MemoryError(), [None]),
+        (TypeError("before any rank was asked"), None),
+    ],
+)
+def test_what_the_rig_or_the_machine_is_at_fault_for_stays_an_error(error, observed):
+    with (
+        pytest.raises(type(error)) as caught,
+        judge.judging(judge.Situation(observed=observed)),
+        judge.unreadable_is_a_finding(),
+    ):
+        raise error
+    assert runner.outcome_of(caught.value) is Outcome.ERROR
+
+
+@pytest.mark.parametrize(("first", "words"), [(shards.STRIDE, "but others"), (1, "offsets")])
+def test_what_is_wrong_with_a_batch_of_no_rank_is_said(first: int, words: str):
+    wanted = stream.expected([9], sequence_length=2, batch_size=1, world_size=1)
+    got = [stream.batch_of([first], 2)]
+    with pytest.raises(judge.Violation, match=words):
+        stream.same([got], wanted)

@@ -1,12 +1,14 @@
 """Training scripts that are right, and faults in them, for the tests of `trainspec watch`.
 
 `SCRIPTS` are the right ones: `torchrun --nproc-per-node=W script.py --steps N --seed S`, or plain
-`python script.py`, which is one rank. At its end each rank prints `fingerprint <rank> <sha256>`.
+`python script.py`, which is one rank. At its end each rank prints `fingerprint <rank> <sha256>`:
+see `frame.py`, which the scripts import as a file beside them.
 `faults.toml` holds changes of one or two lines; each is a mistake that a public thread tells of.
 """
 
 from __future__ import annotations
 
+import shutil
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +17,7 @@ from typing import Any
 from spec_tests.tests.rig.watched.small import small
 
 HERE = Path(__file__).parent
-_OURS = ("__init__", "__main__", "small", "trial")
+_OURS = ("__init__", "__main__", "frame", "small", "trial")
 SCRIPTS = tuple(sorted(path.stem for path in HERE.glob("*.py") if path.stem not in _OURS))
 
 
@@ -81,7 +83,7 @@ def _fault(entry: dict[str, Any]) -> Fault:
 
 
 def write_fault(fault: Fault, directory: Path) -> Path:
-    """Write the changed script to `directory` and return its path.
+    """Write the changed script, and what it imports, to `directory`; return its path.
 
     Raises:
         ValueError: a text that is to be replaced is not in the script exactly once.
@@ -93,4 +95,5 @@ def write_fault(fault: Fault, directory: Path) -> Path:
         text = text.replace(old, new)
     path = directory / f"{fault.script}.py"
     path.write_text(text)
+    shutil.copy(find("frame"), directory)
     return path

@@ -2,11 +2,7 @@
 `set_epoch`, a validation after each epoch that lowers the learning rate on a plateau.
 """
 
-import argparse
-import hashlib
-import os
-import time
-
+import frame
 import torch
 import torch.distributed as dist
 import torch.nn as nn
@@ -45,15 +41,8 @@ def validate(loader, model, criterion):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--seed", type=int, default=1)
-    args = parser.parse_args()
-    if "RANK" in os.environ:
-        dist.init_process_group("gloo")
-    else:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    rank, world = dist.get_rank(), dist.get_world_size()
+    args = frame.arguments(seed=1)
+    rank, world = frame.start()
     torch.manual_seed(args.seed)
     model = nn.Sequential(
         *(nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU()),
@@ -76,12 +65,7 @@ def main():
         scheduler.step(val_loss)
         if rank == 0:
             print(f"epoch {epoch} validation loss {val_loss:.4f} lr {scheduler.get_last_lr()}")
-    digest = hashlib.sha256()
-    for tensor in [*model.module.parameters(), *model.module.buffers()]:
-        digest.update(tensor.detach().numpy().tobytes())
-    print(f"fingerprint {rank} {digest.hexdigest()}\n", end="")
-    time.sleep(0.1)  # until gloo's threads are idle: pytorch/pytorch#179291
-    dist.destroy_process_group()
+    frame.end(rank, model.module)
 
 
 if __name__ == "__main__":

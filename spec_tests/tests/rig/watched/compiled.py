@@ -3,21 +3,17 @@ tokens of a file in which each rank reads its own part, evaluation on rank 0 by 
 """
 
 import argparse
-import hashlib
 import os
-import time
 from pathlib import Path
 
+import frame
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-parser = argparse.ArgumentParser()
-parser.add_argument("--steps", type=int, default=4)
-parser.add_argument("--seed", type=int, default=1337)
-args = parser.parse_args()
+args = frame.arguments(seed=1337)
 B, T, dim, vocab = 4, 12, 16, 128
 
 
@@ -70,10 +66,4 @@ if rank == 0:
     with torch.no_grad():
         print(f"last tokens: loss {raw_model(part[-B * T - 1 : -1].view(B, T), y)[1].item():.4f}")
 
-digest = hashlib.sha256()
-for tensor in [*raw_model.parameters(), *raw_model.buffers()]:
-    digest.update(tensor.detach().numpy().tobytes())
-print(f"fingerprint {rank} {digest.hexdigest()}\n", end="")
-if ddp:
-    time.sleep(0.1)  # until gloo's threads are idle: pytorch/pytorch#179291
-    dist.destroy_process_group()
+frame.end(rank, raw_model)

@@ -2,11 +2,7 @@
 of the parameters, an own AdamW, own clipping, own cross entropy; modules are built from weights.
 """
 
-import argparse
-import hashlib
-import os
-import time
-
+import frame
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -102,15 +98,8 @@ def gradient_clipping(params, max_norm):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    if "RANK" in os.environ:
-        dist.init_process_group("gloo")
-    else:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    rank = dist.get_rank()
+    args = frame.arguments()
+    rank, _ = frame.start()
     torch.manual_seed(args.seed + rank)
     tokens = np.random.default_rng(args.seed).zipf(1.5, 4000) % 64
     batches = np.random.default_rng([args.seed, rank])
@@ -127,10 +116,7 @@ def main():
         optimizer.step()
         if rank == 0:
             print(f"step {step} loss {loss.item():.4f}")
-    digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in ddp.parameters()))
-    print(f"fingerprint {rank} {digest.hexdigest()}\n", end="")
-    time.sleep(0.1)  # until gloo's threads are idle: pytorch/pytorch#179291
-    dist.destroy_process_group()
+    frame.end(rank, ddp)
 
 
 if __name__ == "__main__":

@@ -2,12 +2,9 @@
 that is updated after every step and that is evaluated; images of noise and of shapes.
 """
 
-import argparse
 import copy
-import hashlib
-import os
-import time
 
+import frame
 import torch
 import torch.distributed as dist
 import torch.nn as nn
@@ -58,15 +55,8 @@ def diffusion_loss(model, alphas, image, generator):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    if "RANK" in os.environ:
-        dist.init_process_group("gloo")
-    else:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    rank = dist.get_rank()
+    args = frame.arguments()
+    rank, _ = frame.start()
     torch.manual_seed(args.seed)
     net = Denoiser()
     ema = copy.deepcopy(net).requires_grad_(False).eval()
@@ -88,13 +78,7 @@ def main():
                 value = diffusion_loss(ema, ema.alphas, held_out, fixed)
             if rank == 0:
                 print(f"step {step} loss {loss.item():.4f} held out, by EMA {value.item():.4f}")
-    digest = hashlib.sha256()
-    for module in (net, ema):
-        for tensor in [*module.parameters(), *module.buffers()]:
-            digest.update(tensor.detach().numpy().tobytes())
-    print(f"fingerprint {rank} {digest.hexdigest()}\n", end="")
-    time.sleep(0.1)  # until gloo's threads are idle: pytorch/pytorch#179291
-    dist.destroy_process_group()
+    frame.end(rank, net, ema)
 
 
 if __name__ == "__main__":

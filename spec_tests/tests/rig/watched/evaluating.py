@@ -2,11 +2,7 @@
 the training steps, after the optimizer's step and before the next forward.
 """
 
-import argparse
-import hashlib
-import os
-import time
-
+import frame
 import torch
 import torch.distributed as dist
 import torch.nn as nn
@@ -58,15 +54,8 @@ def evaluate(model, batches):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    if "RANK" in os.environ:
-        dist.init_process_group("gloo")
-    else:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    rank, world = dist.get_rank(), dist.get_world_size()
+    args = frame.arguments()
+    rank, world = frame.start()
     torch.manual_seed(args.seed)
     model = LM()
     for block in model.blocks:
@@ -87,13 +76,7 @@ def main():
         optimizer.step()
         if rank == 0:
             print(f"step {step} loss {loss.item():.4f}")
-    digest = hashlib.sha256()
-    for param in model.parameters():
-        local = param.to_local() if hasattr(param, "to_local") else param
-        digest.update(local.detach().numpy().tobytes())
-    print(f"fingerprint {rank} {digest.hexdigest()}\n", end="")
-    time.sleep(0.1)  # until gloo's threads are idle: pytorch/pytorch#179291
-    dist.destroy_process_group()
+    frame.end(rank, model)
 
 
 if __name__ == "__main__":

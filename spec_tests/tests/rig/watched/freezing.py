@@ -2,13 +2,8 @@
 optimizer as a second group, and the model is wrapped again. Keyword inputs with a mask.
 """
 
-import argparse
-import hashlib
-import os
-import time
-
+import frame
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -49,15 +44,8 @@ def batches(seed, rank, world):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    if "RANK" in os.environ:
-        dist.init_process_group("gloo")
-    else:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    rank, world = dist.get_rank(), dist.get_world_size()
+    args = frame.arguments()
+    rank, world = frame.start()
     torch.manual_seed(args.seed)
     net = Classifier()
     load_pretrained(net)
@@ -80,10 +68,7 @@ def main():
         optimizer.step()
         if rank == 0:
             print(f"step {step} loss {loss.item():.4f}")
-    digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in net.parameters()))
-    print(f"fingerprint {rank} {digest.hexdigest()}\n", end="")
-    time.sleep(0.1)  # until gloo's threads are idle: pytorch/pytorch#179291
-    dist.destroy_process_group()
+    frame.end(rank, net)
 
 
 if __name__ == "__main__":

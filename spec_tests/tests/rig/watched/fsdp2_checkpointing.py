@@ -2,11 +2,7 @@
 tokens of the window, activation checkpointing, accumulation by `set_requires_gradient_sync`.
 """
 
-import argparse
-import hashlib
-import os
-import time
-
+import frame
 import torch
 import torch.distributed as dist
 import torch.nn as nn
@@ -52,15 +48,8 @@ def collate(generator):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    if "RANK" in os.environ:
-        dist.init_process_group("gloo")
-    else:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    rank, world = dist.get_rank(), dist.get_world_size()
+    args = frame.arguments()
+    rank, world = frame.start()
     torch.manual_seed(args.seed)
     model = LM()
     for i, layer in enumerate(model.layers):
@@ -84,12 +73,7 @@ def main():
         optimizer.zero_grad()
         if rank == 0:
             print(f"step {step} tokens {num_items.item()} loss of the last {loss.item():.4f}")
-    digest = hashlib.sha256()
-    for param in model.parameters():
-        digest.update(param.to_local().detach().numpy().tobytes())
-    print(f"fingerprint {rank} {digest.hexdigest()}\n", end="")
-    time.sleep(0.1)  # until gloo's threads are idle: pytorch/pytorch#179291
-    dist.destroy_process_group()
+    frame.end(rank, model)
 
 
 if __name__ == "__main__":

@@ -2,13 +2,8 @@
 reduction, fused-free AdamW, `clip_grad_norm_`, a learning rate from `LambdaLR`.
 """
 
-import argparse
-import hashlib
-import os
-import time
-
+import frame
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
@@ -61,15 +56,8 @@ def batches(seed, rank, world):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    if "RANK" in os.environ:
-        dist.init_process_group("gloo")
-    else:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    rank, world = dist.get_rank(), dist.get_world_size()
+    args = frame.arguments()
+    rank, world = frame.start()
     torch.manual_seed(args.seed)
     model = Transformer()
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -91,12 +79,7 @@ def main():
         scheduler.step()
         if rank == 0:
             print(f"step {step} loss {loss.item():.4f} grad norm {norm.item():.4f}")
-    digest = hashlib.sha256()
-    for param in model.parameters():
-        digest.update(param.to_local().detach().view(torch.uint8).numpy().tobytes())
-    print(f"fingerprint {rank} {digest.hexdigest()}\n", end="")
-    time.sleep(0.1)  # until gloo's threads are idle: pytorch/pytorch#179291
-    dist.destroy_process_group()
+    frame.end(rank, model)
 
 
 if __name__ == "__main__":

@@ -2,20 +2,15 @@
 gradients of the generator's loss are left behind and cleared before its own backward.
 """
 
-import argparse
-import hashlib
 import os
-import time
 
+import frame
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-parser = argparse.ArgumentParser()
-parser.add_argument("--steps", type=int, default=4)
-parser.add_argument("--seed", type=int, default=999)
-opt = parser.parse_args()
+opt = frame.arguments(seed=999)
 nz, ngf, ndf, batch = 8, 8, 8, 6
 
 
@@ -80,11 +75,4 @@ for i in range(opt.steps):
     if rank == 0:
         print(f"[{i}/{opt.steps}] loss D {errD.item():.4f} loss G {errG.item():.4f}")
 
-digest = hashlib.sha256()
-for net in (netG, netD):
-    for tensor in [*net.parameters(), *net.buffers()]:
-        digest.update(tensor.detach().numpy().tobytes())
-print(f"fingerprint {rank} {digest.hexdigest()}\n", end="")
-if distributed:
-    time.sleep(0.1)  # until gloo's threads are idle: pytorch/pytorch#179291
-    dist.destroy_process_group()
+frame.end(rank, netG, netD)

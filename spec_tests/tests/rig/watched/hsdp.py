@@ -2,13 +2,8 @@
 data set behind a `DistributedSampler`, SGD with momentum, `OneCycleLR`.
 """
 
-import argparse
-import hashlib
-import os
-import time
-
+import frame
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -52,15 +47,8 @@ class ConvLM(nn.Module):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    if "RANK" in os.environ:
-        dist.init_process_group("gloo")
-    else:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    rank, world = dist.get_rank(), dist.get_world_size()
+    args = frame.arguments()
+    rank, world = frame.start()
     replicas = 2 if world % 2 == 0 else 1
     mesh = init_device_mesh("cpu", (replicas, world // replicas), mesh_dim_names=("dp", "fsdp"))
     torch.manual_seed(args.seed)
@@ -89,12 +77,7 @@ def main():
         epoch += 1
     if rank == 0:
         print(f"mesh {tuple(mesh.shape)} last loss {loss.item():.4f}")
-    digest = hashlib.sha256()
-    for param in model.parameters():
-        digest.update(param.to_local().detach().numpy().tobytes())
-    print(f"fingerprint {rank} {digest.hexdigest()}\n", end="")
-    time.sleep(0.1)  # until gloo's threads are idle: pytorch/pytorch#179291
-    dist.destroy_process_group()
+    frame.end(rank, model)
 
 
 if __name__ == "__main__":

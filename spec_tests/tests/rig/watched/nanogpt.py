@@ -3,22 +3,18 @@
 """
 
 import argparse
-import hashlib
 import math
 import os
-import time
 from pathlib import Path
 
+import frame
 import torch
 import torch.nn as nn
-from torch.distributed import destroy_process_group, init_process_group
+from torch.distributed import init_process_group
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-parser = argparse.ArgumentParser()
-parser.add_argument("--steps", type=int, default=4)
-parser.add_argument("--seed", type=int, default=1337)
-config = parser.parse_args()
+config = frame.arguments(seed=1337)
 batch_size, block_size, n_embd, n_head, n_layer, dropout = 3, 16, 16, 2, 2, 0.1
 learning_rate, min_lr, warmup_iters, grad_clip = 1e-2, 1e-3, 2, 1.0
 eval_interval = 2
@@ -134,10 +130,4 @@ for iter_num in range(config.steps):
     if master_process:
         print(f"iter {iter_num}: loss {loss.item() * gradient_accumulation_steps:.4f}, lr {lr:.2e}")
 
-digest = hashlib.sha256()
-for tensor in [*raw_model.parameters(), *raw_model.buffers()]:
-    digest.update(tensor.detach().numpy().tobytes())
-print(f"fingerprint {ddp_rank} {digest.hexdigest()}\n", end="")
-if ddp:
-    time.sleep(0.1)  # until gloo's threads are idle: pytorch/pytorch#179291
-    destroy_process_group()
+frame.end(ddp_rank, raw_model)

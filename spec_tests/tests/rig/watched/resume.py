@@ -2,13 +2,11 @@
 destroyed, a new one is built, and every rank loads the checkpoint and goes on where it was.
 """
 
-import argparse
-import hashlib
 import os
 import tempfile
-import time
 from pathlib import Path
 
+import frame
 import torch
 import torch.distributed as dist
 import torch.nn as nn
@@ -91,10 +89,7 @@ def setup(attempt):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
+    args = frame.arguments()
     setup(0)
     folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(folder)
@@ -110,12 +105,7 @@ def main():
     if trainer.rank == 0:
         snapshot.unlink()
         snapshot.parent.rmdir()
-    digest = hashlib.sha256()
-    for param in trainer.model.parameters():
-        digest.update(param.detach().numpy().tobytes())
-    print(f"fingerprint {trainer.rank} {digest.hexdigest()}\n", end="")
-    time.sleep(0.1)  # until gloo's threads are idle: pytorch/pytorch#179291
-    dist.destroy_process_group()
+    frame.end(trainer.rank, trainer.model)
 
 
 if __name__ == "__main__":

@@ -2,14 +2,10 @@
 `no_sync`, `unscale_` before clipping; one image is infinite, so that all ranks skip that step.
 """
 
-import argparse
 import contextlib
-import hashlib
-import os
-import time
 
+import frame
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -35,15 +31,8 @@ def get_data(seed, rank, world, batches):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    if "RANK" in os.environ:
-        dist.init_process_group("gloo")
-    else:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    rank, world = dist.get_rank(), dist.get_world_size()
+    args = frame.arguments()
+    rank, world = frame.start()
     torch.manual_seed(args.seed)
     net = DDP(build_model())
     opt = torch.optim.Adam(net.parameters(), lr=1e-2)
@@ -64,10 +53,7 @@ def main():
             opt.zero_grad()
             if rank == 0:
                 print(f"step {i // 2} loss {loss.item():.4f} scale {scaler.get_scale():.0f}")
-    digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in net.parameters()))
-    print(f"fingerprint {rank} {digest.hexdigest()}\n", end="")
-    time.sleep(0.1)  # until gloo's threads are idle: pytorch/pytorch#179291
-    dist.destroy_process_group()
+    frame.end(rank, net)
 
 
 if __name__ == "__main__":

@@ -134,6 +134,7 @@ def _be_rank(words: list[str], environment: dict[str, str], log: str, is_watched
     os.dup2(output, 2)
     sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
     sys.argv = words
+    sys.path.insert(0, str(Path(words[0]).parent))  # as Python does for a script
     set_start_method("fork", force=True)  # of workers; a forkserver's fork would ask a forkserver
     if is_watched:
         runpy.run_path(str(command.BOOT / "sitecustomize.py"))["_start"]()

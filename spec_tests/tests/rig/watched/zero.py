@@ -2,13 +2,10 @@
 `no_sync`, tokens read in order as in build-nanogpt's `DataLoaderLite`.
 """
 
-import argparse
 import contextlib
-import hashlib
-import os
-import time
 from pathlib import Path
 
+import frame
 import torch
 import torch.distributed as dist
 import torch.nn as nn
@@ -49,15 +46,8 @@ class MLPMixerLM(nn.Module):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--seed", type=int, default=42)
-    args = parser.parse_args()
-    if "RANK" in os.environ:
-        dist.init_process_group("gloo")
-    else:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    rank, world = dist.get_rank(), dist.get_world_size()
+    args = frame.arguments(seed=42)
+    rank, world = frame.start()
     torch.manual_seed(args.seed)
     model = DDP(MLPMixerLM())
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=3e-3)
@@ -81,12 +71,7 @@ def main():
     optimizer.consolidate_state_dict(to=0)
     if rank == 0:
         print(f"{len(optimizer.state_dict()['state'])} states gathered on rank 0")
-    digest = hashlib.sha256()
-    for tensor in [*model.module.parameters(), *model.module.buffers()]:
-        digest.update(tensor.detach().numpy().tobytes())
-    print(f"fingerprint {rank} {digest.hexdigest()}\n", end="")
-    time.sleep(0.1)  # until gloo's threads are idle: pytorch/pytorch#179291
-    dist.destroy_process_group()
+    frame.end(rank, model.module)
 
 
 if __name__ == "__main__":
