@@ -146,6 +146,7 @@ class Source:
     A difference is lines that begin with "- " (goes), "+ " (comes) or "  " (stays); how far they
     are indented in the module is not said. A line "..." begins another place of the same module,
     "@ MODULE" one of another module.
+    Without a difference the near-miss is the base itself, which lacks what the clauses ask.
 
     Args:
         module: a module of `spec_tests.plain`, or one of the implementation below.
