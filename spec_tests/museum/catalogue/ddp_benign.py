@@ -83,7 +83,4 @@ DDP.benign(
     does="Broadcasts a pickled state at construction.",
 )
 
-
-@benign("benign.plain")
-class Plain(PlainDdp):
-    """The base of the impostors, with nothing overridden: the null one."""
+DDP.benign("benign.plain", does="The base of the impostors, with nothing overridden: the null one.")

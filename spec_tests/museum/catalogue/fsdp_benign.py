@@ -221,9 +221,9 @@ class Float32Model(FlatModel):
         super().__init__(module.float(), compute_dtype)
 
 
-@benign("benign.fsdp-plain")
-class FsdpPlain(PlainFsdp):
-    """The base of the impostors, with nothing overridden: the null one."""
+SHARD.benign(
+    "benign.fsdp-plain", does="The base of the impostors, with nothing overridden: the null one."
+)
 
 
 FSDP.near_miss(
