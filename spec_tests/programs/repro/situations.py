@@ -38,7 +38,7 @@ BUILT = {
 }
 """What a script can build: axes, and of some their words. What else a scene says is left out."""
 GROUPS = {
-    "one-group": "[{'params': weights}]",
+    "one-group": "[*weights]",
     "two-groups": "[{'params': weights[0::2]}, {'params': weights[1::2]}]",
     "group-each": "[{'params': [weight]} for weight in weights]",
     "own-options": "[{'params': weights[:1], 'lr': 0.5}, "
