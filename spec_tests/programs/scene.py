@@ -79,8 +79,8 @@ AXES: Mapping[str, Mapping[str, Word]] = {
         "mlp": toy("mlp", refusable=WHOLE),
         "ragged": toy("ragged", refusable=WHOLE),
         "tied": toy("tied", refusable=WHOLE + SHARDS),
-        "reused": toy("reused", refusable=WHOLE, sizes=(2, 3)),
-        "reordered": toy("reordered", refusable=WHOLE, sizes=(2, 3)),
+        "reused": toy("reused", refusable=WHOLE, sizes=(1, 2, 3)),
+        "reordered": toy("reordered", refusable=WHOLE, sizes=(1, 2, 3)),
         "branches": toy("branches", refusable=WHOLE),
         "branches-in-turn": toy("branches", ("abc", "ba"), refusable=REPLICAS + WHOLE + SHARDS),
         "branches-by-rank": toy(
@@ -190,6 +190,7 @@ AXES: Mapping[str, Mapping[str, Word]] = {
         # `checkpoint` inside the layers, around each, or around all: then hooks run again too.
         "recomputed": Word(level="production", refusable=WHOLE),
         "called-again": Word(level="production", refusable=WHOLE),
+        "called-again-reentrant": Word(level="production", refusable=WHOLE, is_drawn=False),
         "all-again": Word(level="production", refusable=WHOLE),
         # With a backend without a code generator: each unit before it is wrapped, or the whole.
         "compiled": Word(level="production", toys=COMPILED),

@@ -94,6 +94,11 @@ class Shards(OnRank):
             self._divide()
         return self.module
 
+    def parameters(self) -> list[Any]:
+        named = dict(self.module.named_parameters())
+        own = [named.pop(name) for name in self.names if name in named]
+        return [*own, *named.values()]
+
     def _options(self) -> dict[str, Any]:
         """Return what the scene gives `fully_shard` beside a module."""
         scene = self.scene

@@ -10,17 +10,23 @@ integers: nothing is rounded.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from spec_tests.programs import calls as programs
+from spec_tests.programs import law
 from spec_tests.programs.laws import wrapped
 from spec_tests.programs.laws.traffic import REDUCTIONS
 from spec_tests.programs.laws.wrapped import SEED as SEED  # the chapter takes it from here
+from spec_tests.programs.on_ranks import OnRank
+from spec_tests.programs.pieces import put_together
+from spec_tests.programs.scene import Scene
 from spec_tests.programs.units import having as having
 from spec_tests.programs.units import units_of as units_of
+from spec_tests.programs.ways import WAYS
 from spec_tests.rig import judge
 from spec_tests.rig.judge.oracle import Gradients, Named
 from spec_tests.rig.ranks.rank import Context
@@ -135,6 +141,32 @@ def full_parameters(ctx: Context, model: nn.Module, names: Sequence[str]) -> Nam
     found = ctx.impl.full_parameters(model)
     plain = {name.removeprefix("module."): value for name, value in found.items()}
     return {name: plain[name].detach().clone() for name in names if name in plain}
+
+
+def on_rank(ctx: Context, subject: str, scene: str) -> OnRank:
+    """A toy in a scene, sharded on this rank, with optimizers over its parameters."""
+    return WAYS[subject](ctx, subject, Scene.of(scene))
+
+
+def gradients_as_after(
+    world: World,
+    subject: str,
+    situation: str,
+    body: Callable[..., Gradients],
+    *args: Any,
+) -> None:
+    """What a body returns must be the gradients that one process has after the situation's call.
+
+    Args:
+        situation: a scene and one call.
+        body: called with (ctx, subject, scene, *args).
+    """
+    __tracebackhide__ = True
+    scene, program = law.read(situation)
+    ranks = world.run(body, subject, str(scene), *args)
+    judge.SITUATION.get().given = ", ".join((str(scene), *map(str, args)))
+    seen = [[(programs.spelled(program), found)] for found in ranks]
+    law.judge_values(put_together(seen), subject, situation)
 
 
 class Sharded(wrapped.WrappedToy):
