@@ -164,7 +164,13 @@ VERBS: dict[str, Verb] = {
         records=True,
     ),
     "several": Verb(
-        "micro micro", _is_whole, _adds(2), of=REPLICAS, refusable=REPLICAS, reduces=2, records=True
+        "micro micro",
+        _is_whole,
+        _adds(2),
+        of=REPLICAS + WHOLE,
+        refusable=REPLICAS + WHOLE,
+        reduces=2,
+        records=True,
     ),
     "accumulate": Verb(
         "micro",
@@ -278,7 +284,7 @@ VERBS: dict[str, Verb] = {
         ends="open",
         records=True,
     ),
-    "keep": Verb("flag", _rests, of=SHARDS, sends=False),
+    "keep": Verb("flag", lambda s: not (s.waits or s.is_broken), of=SHARDS, sends=False),
     "unshard": Verb("at_once", _rests, _becomes(is_unsharded=True), of=SHARDS, ends="open"),
     "reshard": Verb("", _rests, _becomes(is_unsharded=False), of=SHARDS, sends=False),
     "wait": Verb("", _rests, of=SHARDS, level="production", sends=False),

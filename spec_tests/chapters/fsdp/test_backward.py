@@ -266,7 +266,7 @@ def test_several_forwards_may_wait_for_their_backward(world, subject, how):
 )
 @situations(
     {
-        f"{how}-{case}": f"stack {word} {how}: backward 0"
+        f"{how}-{case}": f"stack layers {word} {how}: backward 0"
         for how in ("called-again", "called-again-reentrant")
         for case, word in {"usual": "", "freed": "freed", "held": "held"}.items()
     }
