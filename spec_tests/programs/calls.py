@@ -192,7 +192,14 @@ VERBS: dict[str, Verb] = {
         reduces=0,
     ),
     "nested": Verb(
-        "micro micro", _is_whole, _adds(2, is_open=True), of=REPLICAS, reduces=0, records=True
+        "micro micro",
+        _is_whole,
+        _adds(2, is_open=True),
+        of=REPLICAS + WHOLE,
+        refusable=WHOLE,
+        later=WHOLE,
+        reduces=0,
+        records=True,
     ),
     "local": Verb(
         "",
@@ -264,7 +271,7 @@ VERBS: dict[str, Verb] = {
     "train": Verb("micro", of=TRAINERS, often=4),
     "evaluate": Verb("micro", of=MODELS + TRAINERS, reduces=0, ends="forward"),
     "infer": Verb("micro", ends="forward"),
-    "record": Verb("micro", of=SHARDS, reduces=0, ends="forward"),
+    "record": Verb("micro", of=SHARDS + WHOLE, later=WHOLE, reduces=0, ends="forward"),
     "fails": Verb(
         "micro layer",
         then=_becomes(may_refuse=True),

@@ -125,8 +125,12 @@ class OnRank:
         raise AssertionError("a subclass wraps")
 
     def parameters(self) -> list[Any]:
-        """Return what an optimizer is built over."""
-        return list(self.wrapped.parameters())
+        """Return what an optimizer is built over, in the order of `names` as far as it has them."""
+        if not isinstance(self.wrapped, nn.Module):  # courses' wrappers are none
+            return list(self.wrapped.parameters())
+        named = {n.removeprefix("module."): p for n, p in self.wrapped.named_parameters()}
+        own = [named.pop(name) for name in self.names if name in named]
+        return [*own, *named.values()]
 
     @contextlib.contextmanager
     def quietly(self) -> Iterator[None]:

@@ -94,11 +94,6 @@ class Shards(OnRank):
             self._divide()
         return self.module
 
-    def parameters(self) -> list[Any]:
-        named = dict(self.module.named_parameters())
-        own = [named.pop(name) for name in self.names if name in named]
-        return [*own, *named.values()]
-
     def _options(self) -> dict[str, Any]:
         """Return what the scene gives `fully_shard` beside a module."""
         scene = self.scene
@@ -109,7 +104,9 @@ class Shards(OnRank):
             options["mesh"] = self.ctx.mesh(
                 shape_of(scene, self.ctx.world_size), ("replicate", "shard")
             )
-        if self.group is not None:
+        if scene.word("group") == "rows":
+            options["mesh"] = self.ctx.mesh((2, 2), ("replicate", "shard"))["shard"]
+        elif self.group is not None:
             from torch.distributed.device_mesh import DeviceMesh
 
             options["mesh"] = DeviceMesh.from_group(self.group, self.ctx.device.type)

@@ -255,8 +255,10 @@ def test_several_forwards_may_wait_for_their_backward(world, subject, how):
     if how == "one-backward":
         same_as_alone(world, subject, "stack nested: both 0 1")
         return
-    program = "twice 0" if how == "retained" else "both 0 1"
-    gradients_as_after(world, subject, f"stack nested: {program}", entangled, how)
+    # The last of these calls is the last that the body makes.
+    program = {"in-order": "accumulate 0, backward 1", "in-reverse": "accumulate 1, backward 0"}
+    situation = f"stack nested: {program.get(how, 'accumulate 0, backward 0')}"
+    gradients_as_after(world, subject, situation, entangled, how)
 
 
 @clause(

@@ -88,7 +88,7 @@ class GathersForALateWait(Patched):
     replace = "        self._unit.unshard()\n        self._unit.wait_for_unshard()\n"
 
 
-@near_miss("fsdp.holds-back-for-no-replica", rejected_by="fsdp.accumulation.nothing-to-all-reduce")
+@near_miss("fsdp.holds-back-for-no-replica", rejected_by="fsdp.programs.any-production-situation")
 class HoldsBackForNoReplica(Patched):
     """Keeps reduced gradients back for an all-reduce that the mesh has no replicas for.
 

@@ -226,7 +226,7 @@ class DropsUntilLast(PlainFsdp):
             super().assign(piece, shard)
 
 
-@near_miss("fsdp.finishes-late", rejected_by="fsdp.accumulation.clears-what-is-under-way")
+@near_miss("fsdp.finishes-late", rejected_by="fsdp.programs.any-production-situation")
 class FinishesLate(PlainFsdp):
     """Adds what was under way to the gradients of the last backward, cleared or not.
 
