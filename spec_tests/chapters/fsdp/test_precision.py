@@ -365,8 +365,7 @@ def test_gradients_of_two_dtypes_are_reduced_in_one(world, subject):
         return
     late, dtypes, gradients = zip(*ranks, strict=True)
     judge.equal(late, "", quantity="error of the backward")
-    plain = oracle.parameters("double", SEED)
-    wanted = {name: str(value.dtype) for name, value in plain.items()}
+    wanted = {name: str(p.dtype) for name, p in oracle.parameters("double", SEED).items()}
     judge.equal(dtypes, wanted, quantity="dtypes of gradients")
     judge_gradients(gradients, subject, "two-dtypes root: backward 0")
 
