@@ -125,6 +125,7 @@ def _impostors(arguments: list[str]) -> int:
 def _ledger(arguments: list[str]) -> int:
     from spec_tests import museum
     from spec_tests.museum import page
+    from spec_tests.programs import seeds
     from spec_tests.rig import ledger
     from spec_tests.rig.target import REPOSITORY_ROOT
     from spec_tests.tests.rig.watched import told_by
@@ -141,7 +142,12 @@ def _ledger(arguments: list[str]) -> int:
         print(f"impostors name clauses that do not exist: {', '.join(sorted(unknown))}")
         return 2
     pages = {
-        ledger.PATH: ledger.render(clauses, {**museum.rejected_by(), **told_by()}, norms()),
+        ledger.PATH: ledger.render(
+            clauses,
+            {**museum.rejected_by(), **told_by()},
+            norms(),
+            seeds.formerly_clauses(seeds.load()),
+        ),
         page.PATH: page.render(clauses),
     }
     readme = REPOSITORY_ROOT / "README.md"

@@ -51,7 +51,7 @@ class Alone:
         self.toy = TOYS[self.scene["toy"][0]]
         self.module = self._begun()
         self.named = list(self.module.named_parameters())
-        for number in self.scene["trained"]:
+        for number in self.scene["trained"] if self.fault.heeds_frozen else ():
             self.named[number][1].requires_grad_(False)
         self.buffers = {rank: first_buffer(rank) for rank in self.peers}
         if self.is_replicated:

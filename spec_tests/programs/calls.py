@@ -164,7 +164,13 @@ VERBS: dict[str, Verb] = {
         records=True,
     ),
     "several": Verb(
-        "micro micro", _is_whole, _adds(2), of=REPLICAS, refusable=REPLICAS, reduces=2, records=True
+        "micro micro",
+        _is_whole,
+        _adds(2),
+        of=REPLICAS + WHOLE,
+        refusable=REPLICAS + WHOLE,
+        reduces=2,
+        records=True,
     ),
     "accumulate": Verb(
         "micro",
@@ -186,7 +192,14 @@ VERBS: dict[str, Verb] = {
         reduces=0,
     ),
     "nested": Verb(
-        "micro micro", _is_whole, _adds(2, is_open=True), of=REPLICAS, reduces=0, records=True
+        "micro micro",
+        _is_whole,
+        _adds(2, is_open=True),
+        of=REPLICAS + WHOLE,
+        refusable=WHOLE,
+        later=WHOLE,
+        reduces=0,
+        records=True,
     ),
     "local": Verb(
         "",
@@ -258,7 +271,7 @@ VERBS: dict[str, Verb] = {
     "train": Verb("micro", of=TRAINERS, often=4),
     "evaluate": Verb("micro", of=MODELS + TRAINERS, reduces=0, ends="forward"),
     "infer": Verb("micro", ends="forward"),
-    "record": Verb("micro", of=SHARDS, reduces=0, ends="forward"),
+    "record": Verb("micro", of=SHARDS + WHOLE, later=WHOLE, reduces=0, ends="forward"),
     "fails": Verb(
         "micro layer",
         then=_becomes(may_refuse=True),
@@ -278,7 +291,7 @@ VERBS: dict[str, Verb] = {
         ends="open",
         records=True,
     ),
-    "keep": Verb("flag", _rests, of=SHARDS, sends=False),
+    "keep": Verb("flag", lambda s: not (s.waits or s.is_broken), of=SHARDS, sends=False),
     "unshard": Verb("at_once", _rests, _becomes(is_unsharded=True), of=SHARDS, ends="open"),
     "reshard": Verb("", _rests, _becomes(is_unsharded=False), of=SHARDS, sends=False),
     "wait": Verb("", _rests, of=SHARDS, level="production", sends=False),

@@ -73,6 +73,7 @@ class Fault:
         updates: whether a step updates parameter number n.
         notices: whether parameter number n notices that it was frozen or thawed.
         starts_from: the ranks whose initial weights are averaged; right is the first of the group.
+        heeds_frozen: whether what was frozen before it was wrapped stays so.
         heeds_groups: whether a process group keeps to itself.
         heeds_no_sync: whether gradients wait inside `no_sync`.
         takes_buffers: whether a training forward of replicas takes the first rank's buffers; right
@@ -85,6 +86,7 @@ class Fault:
     updates: Callable[[int], bool] = lambda number: True
     notices: Callable[[int], bool] = lambda number: True
     starts_from: Callable[[Any], Sequence[int]] = lambda alone: alone.group[:1]
+    heeds_frozen: bool = True
     heeds_groups: bool = True
     heeds_no_sync: bool = True
     takes_buffers: Callable[[bool], bool] = lambda is_local: not is_local
@@ -169,6 +171,10 @@ FAULTS: dict[str, Fault] = {
     "never-cleared": Fault(
         "what was cleared is still in it: a hidden accumulator", lambda s, r: 1.0
     ),
+    "unreduced-never-cleared": Fault(
+        "what waited for its reduction when it was cleared is still in it: a hidden accumulator",
+        lambda s, r: float(s.was_local or not s.was_cleared),
+    ),
     "stale": Fault(
         "computed with the weights before the last update",
         is_stale=lambda number, is_outermost: True,
@@ -187,6 +193,9 @@ FAULTS: dict[str, Fault] = {
     ),
     "not-thawed": Fault(
         "a parameter that was frozen or thawed goes on as before", notices=lambda number: False
+    ),
+    "frozen-trains": Fault(
+        "frozen weights are trained: Parameters made anew require gradients", heeds_frozen=False
     ),
     "own-buffers": Fault(
         "the rank's own buffers: nothing is broadcast before a training forward",

@@ -50,7 +50,7 @@ def form_of(rank: OnRank) -> dict[str, Any]:
     rank.backward("85")
     found = {"output": _about(rank.output("86"))}
     found |= {name: _about(buffer) for name, buffer in rank.module.named_buffers()}
-    for name, p in zip(rank.names, rank.held, strict=True):
+    for name, p in rank.named():
         found[name] = _about(p) | {"requires_grad": p.requires_grad}
         if p.grad is not None:
             found[f"{name}.grad"] = _about(p.grad)

@@ -91,9 +91,10 @@ class OnRank:
         if self.scene.word("entrance") == "recomputed":
             for part in leaves(self.module):
                 part.forward = _recomputing(part.forward)  # type: ignore[method-assign]  # of one object
-        if self.scene.word("entrance") == "called-again":
+        if self.scene.word("entrance") in ("called-again", "called-again-reentrant"):
+            is_reentrant = self.scene.word("entrance") == "called-again-reentrant"
             for part in leaves(self.module):
-                part.__class__ = _called_again(type(part))  # type: ignore[arg-type]  # hashable
+                part.__class__ = _called_again(type(part), is_reentrant)  # type: ignore[arg-type]  # hashable
 
     def _buffered(self) -> Callable[..., torch.Tensor]:
         """Return a forward that adds a buffer to its output, and changes it in training."""
@@ -124,8 +125,12 @@ class OnRank:
         raise AssertionError("a subclass wraps")
 
     def parameters(self) -> list[Any]:
-        """Return what an optimizer is built over."""
-        return list(self.wrapped.parameters())
+        """Return what an optimizer is built over, in the order of `names` as far as it has them."""
+        if not isinstance(self.wrapped, nn.Module):  # courses' wrappers are none
+            return list(self.wrapped.parameters())
+        named = {n.removeprefix("module."): p for n, p in self.wrapped.named_parameters()}
+        own = [named.pop(name) for name in self.names if name in named]
+        return [*own, *named.values()]
 
     @contextlib.contextmanager
     def quietly(self) -> Iterator[None]:
@@ -137,14 +142,17 @@ class OnRank:
         """End a backward."""
         self.ctx.impl.finish_gradient_synchronization(self.wrapped)
 
+    def named(self) -> list[tuple[str, Any]]:
+        """Return what is held, by the plain model's names; what a wrapper adds has none."""
+        return [*zip(self.names, self.held, strict=False)]
+
     def gradients(self) -> Gradients:
         """Return the gradients, by the plain model's names."""
-        pairs = zip(self.names, self.held, strict=True)
-        return {n: None if p.grad is None else copy_of(p.grad) for n, p in pairs}
+        return {n: None if p.grad is None else copy_of(p.grad) for n, p in self.named()}
 
     def full(self) -> Named:
         """Return the full weights, by the plain model's names."""
-        return {n: copy_of(p) for n, p in zip(self.names, self.held, strict=True)}
+        return {n: copy_of(p) for n, p in self.named()}
 
     # --- the optimizers
 
@@ -411,10 +419,16 @@ def leaves(module: nn.Module) -> list[nn.Module]:
 
 
 @cache
-def _called_again(kind: type[nn.Module]) -> type[nn.Module]:
+def _called_again(kind: type[nn.Module], is_reentrant: bool) -> type[nn.Module]:
     """Return the class whose call is recomputed in backward, with its hooks."""
-    return type(f"Again{kind.__name__}", (kind,), {"__call__": _recomputing(kind.__call__)})
+    call = _recomputing(kind.__call__, is_reentrant)
+    return type(f"Again{kind.__name__}", (kind,), {"__call__": call})
 
 
-def _recomputing(forward: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *args: checkpoint(forward, *args, use_reentrant=False)
+def _recomputing(forward: Callable[..., Any], is_reentrant: bool = False) -> Callable[..., Any]:
+    def recomputing(*args: Any) -> Any:
+        # The reentrant form loses the gradients of weights whose inputs need none.
+        reaches = any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
+        return checkpoint(forward, *args, use_reentrant=is_reentrant and reaches)
+
+    return recomputing

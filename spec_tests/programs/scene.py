@@ -76,11 +76,9 @@ AXES: Mapping[str, Mapping[str, Word]] = {
     "toy": {
         "stack": toy("stack", refusable=WHOLE),
         "even": toy("even"),
-        "mlp": toy("mlp", refusable=WHOLE),
-        "ragged": toy("ragged", refusable=WHOLE),
+        **{name: toy(name, refusable=WHOLE) for name in ("mlp", "ragged")},
         "tied": toy("tied", refusable=WHOLE + SHARDS),
-        "reused": toy("reused", refusable=WHOLE, sizes=(2, 3)),
-        "reordered": toy("reordered", refusable=WHOLE, sizes=(2, 3)),
+        **{n: toy(n, refusable=WHOLE, sizes=(1, 2, 3)) for n in ("reused", "reordered")},
         "branches": toy("branches", refusable=WHOLE),
         "branches-in-turn": toy("branches", ("abc", "ba"), refusable=REPLICAS + WHOLE + SHARDS),
         "branches-by-rank": toy(
@@ -128,6 +126,8 @@ AXES: Mapping[str, Mapping[str, Word]] = {
         # Ranks 0 and 2 are one group, rank 1 is a group of its own.
         "apart": Word(([0, 2], [1]), sizes=(3,)),
         "every-second": Word(([0, 2], [1, 3]), sizes=(4,)),
+        "not-from-zero": Word(([1, 2], [0], [3]), sizes=(4,), is_drawn=False),
+        "rows": Word(([0, 1], [2, 3]), sizes=(4,), of=SHARDS, is_drawn=False),  # of a mesh of two
     },
     "reshard": {
         "usual": Word(),
@@ -154,6 +154,8 @@ AXES: Mapping[str, Mapping[str, Word]] = {
         "mean": Word(),
         "undivided": Word(1.0, level="production"),
         "by-four": Word(4.0, level="production"),
+        "by-two": Word(2.0, level="production", is_drawn=False),
+        "by-a-half": Word(0.5, level="production", is_drawn=False),
     },
     "weights": {
         "float32": Word(FLOAT),
@@ -171,6 +173,7 @@ AXES: Mapping[str, Mapping[str, Word]] = {
     },
     "trained": {
         "all": Word(()),
+        "not-the-first": Word((0,), refusable=WHOLE, is_drawn=False),
         "not-the-ends": Word((0, -1), refusable=WHOLE),
         "not-the-middle": Word((1, 2), refusable=WHOLE),
     },
@@ -190,6 +193,7 @@ AXES: Mapping[str, Mapping[str, Word]] = {
         # `checkpoint` inside the layers, around each, or around all: then hooks run again too.
         "recomputed": Word(level="production", refusable=WHOLE),
         "called-again": Word(level="production", refusable=WHOLE),
+        "called-again-reentrant": Word(level="production", refusable=WHOLE, is_drawn=False),
         "all-again": Word(level="production", refusable=WHOLE),
         # With a backend without a code generator: each unit before it is wrapped, or the whole.
         "compiled": Word(level="production", toys=COMPILED),

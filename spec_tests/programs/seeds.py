@@ -6,6 +6,7 @@
     source = "weights kept after a backward, of which one optimizer of two was noticed"
     size = 2
     level = "correct"
+    formerly = "fsdp.some.clause"   # optional: the clause that it was
 
 A crossing of which no user would look for a sentence in the contract is a line here, and no clause.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import json
 import tomllib
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -27,13 +29,18 @@ FILE = Path(__file__).parent / "seeds.toml"
 
 @dataclass(frozen=True)
 class Seed:
-    """A situation of a function, and what it once told."""
+    """A situation of a function, and what it once told.
+
+    Attributes:
+        formerly: the id of the clause that it was.
+    """
 
     judges: str
     line: str
     source: str
     size: int = 2
     level: str = "correct"
+    formerly: str = ""
 
 
 @cache
@@ -61,8 +68,17 @@ def load(file: Path = FILE) -> tuple[Seed, ...]:
     return tuple(found)
 
 
+def formerly_clauses(found: Iterable[Seed]) -> dict[str, str]:
+    """Return the id of each clause that became a situation, and that situation as Markdown."""
+    return {
+        seed.formerly: f"`{seed.line}` of `{seed.judges}` on {seed.size} ranks; {seed.source}"
+        for seed in found
+        if seed.formerly
+    }
+
+
 def append(file: Path, seed: Seed) -> None:
     """Write a situation at the end of a file, which is made if there is none."""
-    lines = [f"{key} = {json.dumps(value)}" for key, value in asdict(seed).items()]
+    lines = [f"{key} = {json.dumps(value)}" for key, value in asdict(seed).items() if value]
     with file.open("a", encoding="utf-8") as stream:
         stream.write("\n".join(["", "[[seed]]", *lines, ""]))

@@ -104,7 +104,9 @@ class Shards(OnRank):
             options["mesh"] = self.ctx.mesh(
                 shape_of(scene, self.ctx.world_size), ("replicate", "shard")
             )
-        if self.group is not None:
+        if scene.word("group") == "rows":
+            options["mesh"] = self.ctx.mesh((2, 2), ("replicate", "shard"))["shard"]
+        elif self.group is not None:
             from torch.distributed.device_mesh import DeviceMesh
 
             options["mesh"] = DeviceMesh.from_group(self.group, self.ctx.device.type)

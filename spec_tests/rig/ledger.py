@@ -75,12 +75,14 @@ def render(
     clauses: Sequence[Clause],
     rejected_by: Mapping[str, Sequence[str]],
     watched: Sequence[Clause] = (),
+    formerly: Mapping[str, str] | None = None,
 ) -> str:
     """Return the ledger as Markdown: clauses by the promise that they judge, one a line.
 
     Args:
         rejected_by: clause id to the impostors that it rejects, or the faulty scripts.
         watched: the norms of a script that runs, which are no clauses of an implementation.
+        formerly: former clause id to the seed that took its place.
     """
     chapters = {
         name: list(group) for name, group in groupby([*clauses, *watched], key=lambda c: c.chapter)
@@ -107,7 +109,17 @@ def render(
             for entry in others:
                 if _aspect(entry) == aspect:
                     lines.append(_entry(entry, rejected_by.get(entry.id, ())))
+    if formerly:
+        lines += ["", "## Formerly a clause", "", _FORMERLY, ""]
+        lines += [f"- `{id}`: {seed}" for id, seed in sorted(formerly.items())]
     return "\n".join(lines) + "\n"
+
+
+_FORMERLY = (
+    "Crossings of several promises, for which nobody looks in the contract. Each is a line of "
+    "[seeds.toml](programs/seeds.toml), which the clauses `any-situation` and "
+    "`any-production-situation` of its chapter try."
+)
 
 
 def _by_promise(

@@ -57,10 +57,10 @@ class Replica(wrapped.WrappedToy):
         """Wrap the toy."""
         return wrap(self.ctx, subject, self.module, **options)
 
-    def accumulate(self, micro: int = 0, **flags: Any) -> None:
+    def accumulate(self, micro: int = 0) -> None:
         """Forward and backward of a micro-batch inside no_sync."""
         with self.ctx.impl.no_sync(self.wrapped):
-            self.loss(micro, **flags).backward()
+            self.loss(micro).backward()
 
     def finish(self) -> None:
         """End the synchronisation of a backward pass."""

@@ -6,60 +6,31 @@ import pytest
 import torch
 from torch import nn
 
-from spec_tests.chapters.fsdp.sharded import FULLY_SHARD, SEED, Sharded, of_integers
-from spec_tests.programs.laws import equivalence, refusal
+from spec_tests.chapters.fsdp.sharded import FULLY_SHARD, of_integers
+from spec_tests.programs.law import same_as_alone, situations
+from spec_tests.programs.laws import refusal
 from spec_tests.rig import judge
 from spec_tests.rig.clause import clauses
-from spec_tests.rig.judge.symptoms import Hint
 
 clause = clauses(judges=FULLY_SHARD, level="correct", worlds=(2, 3))
 
-FROZEN = ("blocks.1.up.weight", "head.bias")
-
-
-def frozen_while_kept(ctx, subject, how):
-    """Gradients of three steps, in the second of which these parameters are frozen.
-
-    Full weights may be there from before: of a backward that kept them, or of an evaluation.
-    Nothing is updated, so that they stay current.
-    """
-    sharded = Sharded(ctx, subject, "stack", units="nested")
-    if how == "backward":
-        sharded.keep(True)
-    shards = dict(zip(sharded.names, sharded.held, strict=True))
-    found = []
-    for micro, trains in enumerate((True, False, True)):
-        if how == "evaluation":
-            sharded.follow("evaluate 5")
-        for name in FROZEN:
-            shards[name].requires_grad_(trains)
-        sharded.follow(f"zero_grad, backward {micro}")
-        gradients = {name: shard.grad for name, shard in shards.items()}
-        found.append({name: g if g is None else g.full_tensor() for name, g in gradients.items()})
-    return found
+FREEZING = "freeze 1, freeze 2, zero_grad none, backward 1"
+THAWING = "thaw 1, thaw 2, zero_grad none, backward 2"
+KEPT = {
+    # Nothing is updated, so that full weights from before stay current.
+    "backward": f"keep True, backward 0, {FREEZING}, {THAWING}",
+    "evaluation": f"evaluate 5, backward 0, evaluate 5, {FREEZING}, evaluate 5, {THAWING}",
+}
 
 
 @clause(
     "fsdp.backward.frozen-while-kept",
     source="contract: freezing; full weights that outlive their pass",
 )
-@pytest.mark.parametrize("how", ["backward", "evaluation"])
-def test_parameters_whose_full_weights_are_kept_may_be_frozen_and_thawed(world, subject, how):
+@situations({how: f"stack nested: {program}" for how, program in KEPT.items()})
+def test_parameters_whose_full_weights_are_kept_may_be_frozen_and_thawed(world, subject, situation):
     """Freezing and thawing MUST count at the next forward, also where full weights are kept."""
-    ranks = world.run(frozen_while_kept, subject, how)
-
-    for micro, steps in enumerate(zip(*ranks, strict=True)):
-        whole = equivalence.full_batch_gradients(
-            "stack", SEED, ranks=range(world.size), micros=(micro,)
-        )
-        wanted = whole | dict.fromkeys(FROZEN if micro == 1 else ())
-        judge.tensors(
-            steps,
-            wanted,
-            quantity="mean gradient",
-            hints=[Hint("as if it trained: the full parameter kept its requires_grad", whole)],
-            given=f"step {micro}, kept since a {how}",
-        )
+    same_as_alone(world, subject, situation)
 
 
 class Branches(nn.Module):

@@ -7,40 +7,33 @@ along, and the micro-batch that reduces may not use every unit that has somethin
 
 from __future__ import annotations
 
-import pytest
-
-from spec_tests.chapters.fsdp.sharded import (
-    BOTH,
-    FULLY_SHARD,
-    SEED,
-    Sharded,
-    divisible,
-    gradients_sent,
-    mean_gradients,
-)
-from spec_tests.programs.laws import equivalence, refusal
+from spec_tests.chapters.fsdp.sharded import BOTH, FULLY_SHARD, gradients_sent, on_rank
+from spec_tests.programs.calls import parsed
+from spec_tests.programs.law import same_as_alone, situations
 from spec_tests.rig import judge
 from spec_tests.rig.clause import clauses
-from spec_tests.rig.judge.symptoms import Hint
 
 clause = clauses(judges=FULLY_SHARD, level="correct")
 
 PAGE = "FSDPModule.set_requires_gradient_sync, set_reshard_after_backward"
 WINDOWS = {
-    "last": ("accumulate 0", "accumulate 1", "backward 2"),
-    "each": ("backward 0", "backward 1", "backward 2"),
-    "mixed": ("backward 0", "accumulate 1", "backward 2"),
-    "again": ("accumulate 5, backward 6, zero_grad, backward 0", "accumulate 1", "backward 2"),
+    "last": ("accumulate 0, accumulate 1", "backward 2"),
+    "each": ("backward 0, backward 1", "backward 2"),
+    "mixed": ("backward 0, accumulate 1", "backward 2"),
+    "again": ("accumulate 5, backward 6, zero_grad none, backward 0, accumulate 1", "backward 2"),
 }
 EVALUATED = {
-    "fully_shard": "accumulate 0, evaluate 7, backward 1, evaluate 8",
-    "fsdp": "backward 0, evaluate 7, backward 1, evaluate 8",
+    "fully_shard": ["stack: accumulate 0, evaluate 7, backward 1, evaluate 8"],
+    # A second micro-batch may be refused, and not the forward before it.
+    "fsdp": [
+        "even: backward 0, evaluate 7",
+        "even: backward 0, evaluate 7, backward 1, evaluate 8",
+    ],
 }
 UNUSED_IN_LAST = {
-    "fully_shard": "accumulate 0 use=abc, backward 1 use=ab",
-    "fsdp": "unfinished 0 use=abc, unfinished 1 use=ab, finish",
+    "fully_shard": "branches-in-turn layers: accumulate 0, backward 1",
+    "fsdp": "branches-in-turn: several 0 1",
 }
-ORDINARY = "backward 0, evaluate 7"
 
 
 @clause(
@@ -49,21 +42,27 @@ ORDINARY = "backward 0, evaluate 7"
     f"{PAGE}; Efficient DL week 5, the two bonuses on accumulation",
     worlds=(2, 3),
 )
-@pytest.mark.parametrize("window", WINDOWS)
-@pytest.mark.parametrize("keeps", [False, True], ids=["freed", "kept"])
-def test_any_schedule_of_reductions_gives_the_same_gradient(world, subject, window, keeps):
+@situations(
+    {
+        f"freed-{window}": f"stack nested freed: {first}, {last}"
+        for window, (first, last) in WINDOWS.items()
+    }
+    | {
+        f"kept-{window}": f"stack nested held: keep True, {first}, keep False, {last}"
+        for window, (first, last) in WINDOWS.items()
+    }
+)
+def test_any_schedule_of_reductions_gives_the_same_gradient(world, subject, situation):
     """Whichever micro-batches are reduced, freed or kept, the gradient MUST be that of them all."""
-    first, second, last = WINDOWS[window]
-    calls = f"keep {keeps}, {first}, {second}, keep False, {last}"
-    mean_gradients(world, subject, "stack", calls, units="nested", reshard_after_forward=not keeps)
+    same_as_alone(world, subject, situation)
 
 
 def silent_window(ctx, subject):
     """How many elements two micro-batches that are not to be reduced reduce."""
-    sharded = Sharded(ctx, subject, "even")
-    sharded.follow("backward 5, zero_grad")
+    rank = on_rank(ctx, subject, "even")
+    rank.follow(parsed("backward 5, zero_grad none"))
     with ctx.recording() as recorder:
-        sharded.follow("accumulate 0, accumulate 1")
+        rank.follow(parsed("accumulate 0, accumulate 1"))
     return gradients_sent(recorder.log(), "even")
 
 
@@ -78,16 +77,6 @@ def test_a_micro_batch_that_is_not_reduced_sends_no_gradient(world, subject):
     judge.equal(ranks, 0, quantity="elements reduced in two micro-batches")
 
 
-def cleared_before_backward(ctx, subject):
-    """Gradients of a backward before which the model's were cleared, after its forward."""
-    sharded = Sharded(ctx, subject, "stack", units="nested")
-    sharded.follow("backward 5")
-    loss = sharded.loss(0)
-    sharded.wrapped.zero_grad()
-    loss.backward()
-    return sharded.gradients()
-
-
 @clause(
     "fsdp.accumulation.cleared-before-backward",
     level="production",
@@ -96,23 +85,9 @@ def cleared_before_backward(ctx, subject):
 )
 def test_zero_grad_between_forward_and_backward_clears(world, subject):
     """`zero_grad` of the model between forward and backward MUST clear the gradients of shards."""
-    ranks = world.run(cleared_before_backward, subject)
-
-    equivalence.mean_gradients(ranks, "stack", SEED, micros=(0,))
-
-
-def after_an_interrupted_backward(ctx, subject, then):
-    """Gradients of what follows a backward that raised on all ranks, the model's being cleared."""
-    sharded = Sharded(ctx, subject, "stack", units="nested")
-    sharded.follow("backward 5")
-    failing = sharded.interrupted("blocks.0.down", 3)
-    pending = sharded.loss(0) if then == "pending" else None
-    with pytest.raises(AttributeError):
-        failing.backward()
-    sharded.wrapped.zero_grad()
-    loss = sharded.loss(0) if pending is None else pending
-    loss.backward()
-    return sharded.gradients()
+    same_as_alone(
+        world, subject, "stack nested: backward 5, forward 0, zero_grad of-the-model, pending"
+    )
 
 
 @clause(
@@ -121,45 +96,47 @@ def after_an_interrupted_backward(ctx, subject, then):
     source="contract: clears-after-error, backward-after-clear; "
     "a caught exception leaves units unsharded: zero_grad of the model misses their shards",
 )
-@pytest.mark.parametrize("then", ["step", "pending"])
-def test_a_backward_that_was_interrupted_leaves_no_gradient(world, subject, then):
+@situations(
+    {
+        then: f"stack nested: backward 5, {failing}, zero_grad of-the-model, {last}"
+        for then, failing, last in (
+            ("step", "fails_backward 3 first", "backward 0"),
+            ("pending", "forward 0, fails_backward 3 first", "resumed"),
+        )
+    }
+)
+def test_a_backward_that_was_interrupted_leaves_no_gradient(world, subject, situation):
     """After a backward that raised and the model's `zero_grad`, gradients MUST be the next one's.
 
     Also where its forward had come before the exception.
     """
-    ranks = refusal.answer_or_refusal(world, after_an_interrupted_backward, subject, then)
-
-    if ranks is not None:
-        equivalence.mean_gradients(ranks, "stack", SEED, micros=(0,), absent_is_zero=True)
+    same_as_alone(world, subject, situation)
 
 
 DISCARDED = {
-    # the toy, its units, and how the cleared micro-batches and the last one call it
-    "all": ("stack", "children", "", ""),
-    "fewer-rows-than-ranks": ("ragged", "children", "", ""),
-    "not-used-in-the-last": ("branches", "layers", " use=abc", " use=ab"),
+    "all": "stack",
+    "fewer-rows-than-ranks": "ragged",
+    "not-used-in-the-last": "branches-in-turn layers",
 }
+CLEARED = {"to-none": ("", "none"), "to-zero": ("", "zero"), "to-zero-at-once": ("foreach", "zero")}
 
 
 @clause("fsdp.accumulation.zero-grad-discards", source="contract: zero-grad; as ddp does")
-@pytest.mark.parametrize("how", ["to-none", "to-zero", "to-zero-at-once"])
-@pytest.mark.parametrize("case", DISCARDED)
-def test_zero_grad_inside_a_window_discards_what_was_pending(world, subject, case, how):
+@situations(
+    {
+        f"{case}-{cleared}": f"{scene} {word}: backward 4, zero_grad {how}, accumulate 0, "
+        f"zero_grad {how}, backward 1"
+        for case, scene in DISCARDED.items()
+        for cleared, (word, how) in CLEARED.items()
+    }
+)
+def test_zero_grad_inside_a_window_discards_what_was_pending(world, subject, situation):
     """`zero_grad` between micro-batches MUST discard unreduced gradients as it discards `.grad`.
 
     Otherwise a step that was skipped, for an overflow say, comes back with the next one. What
     foreach and fused optimizers write to DTensors moves no version counter.
     """
-    clear = f"zero_grad {how == 'to-none'}"
-    toy, units, every, last = DISCARDED[case]
-    calls = "foreach, " if how == "to-zero-at-once" else ""
-    calls += f"backward 5{every}, {clear}, accumulate 0{every}, {clear}, backward 1{last}"
-    hints = []
-    if not last:
-        ranks, micros = range(world.size), (0, 1)
-        both = equivalence.full_batch_gradients(toy, SEED, ranks=ranks, micros=micros)
-        hints = [Hint("the discarded micro-batch is still in it: a hidden accumulator", both)]
-    mean_gradients(world, subject, toy, calls, hints=hints, units=units)
+    same_as_alone(world, subject, situation)
 
 
 @clause(
@@ -171,10 +148,7 @@ def test_zero_grad_inside_a_window_discards_what_was_pending(world, subject, cas
 )
 def test_a_unit_used_only_in_an_early_micro_batch_is_reduced(world, subject):
     """A unit used only before the reducing micro-batch MUST be reduced, or be an error."""
-    calls, usual = UNUSED_IN_LAST[subject], "backward 0"
-    mean_gradients(
-        world, subject, "branches", calls, may_refuse=True, ordinary=usual, units="layers"
-    )
+    same_as_alone(world, subject, UNUSED_IN_LAST[subject])
 
 
 @clause(
@@ -187,6 +161,5 @@ def test_an_evaluation_in_mid_window_disturbs_nothing(world, subject):
 
     The whole-model shape may refuse the second micro-batch, and not the forward before it.
     """
-    toy, calls = divisible(subject, "stack"), EVALUATED[subject]
-    may_refuse = subject == "fsdp"
-    mean_gradients(world, subject, toy, calls, may_refuse=may_refuse, ordinary=ORDINARY)
+    for situation in EVALUATED[subject]:
+        same_as_alone(world, subject, situation)

@@ -8,34 +8,27 @@ the whole batch. See Zhao et al. 2023, section 3.2.
 
 from __future__ import annotations
 
-import itertools
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from spec_tests.chapters.fsdp.sharded import (
     BOTH,
     FULLY_SHARD,
     SEED,
-    Sharded,
-    about,
     divisible,
     finish,
     full_parameters,
-    gradients_after,
-    mean_gradients,
+    gradients_as_after,
     of_integers,
-    says_the_same,
+    on_rank,
     shard,
 )
-from spec_tests.programs.laws import equivalence, refusal
+from spec_tests.programs.law import same_as_alone, situations
 from spec_tests.rig import judge
 from spec_tests.rig.clause import clauses
-from spec_tests.rig.judge import oracle
 from spec_tests.rig.toys import TOYS, sum_of_squares
 
 clause = clauses(judges=FULLY_SHARD, level="correct", worlds=(2, 3))
@@ -56,7 +49,7 @@ def test_a_step_uses_the_mean_gradient(world, subject):
 
     Not the sum, not the local one, not the mean divided once more.
     """
-    mean_gradients(world, subject, "even", "backward 0")
+    same_as_alone(world, subject, "even: backward 0")
 
 
 @clause(
@@ -64,17 +57,17 @@ def test_a_step_uses_the_mean_gradient(world, subject):
     judges=BOTH,
     source="contract: mean-gradient, zeroed; torch.optim.Optimizer.zero_grad",
 )
-@pytest.mark.parametrize("set_to_none", [True, False], ids=["to-none", "to-zero"])
-def test_either_way_of_zero_grad_clears_what_was_reduced(world, subject, set_to_none):
+@situations(
+    {f"to-{how}": f"even: backward 0, zero_grad {how}, backward 1" for how in ("none", "zero")}
+    | {"to-zero-without-rows": "stack: backward 0, zero_grad zero, backward 1"}
+)
+def test_either_way_of_zero_grad_clears_what_was_reduced(world, subject, situation):
     """After either way of `zero_grad` a step MUST use the mean gradient of the new batch alone.
 
     A gradient of zeros has the shape of the shard: autograd cannot add a full one to it. The
     whole-model shape may be an error there.
     """
-    calls = f"backward 0, zero_grad {set_to_none}, backward 1"
-    may_refuse = subject == "fsdp" and not set_to_none
-    toy = divisible(subject, "stack")
-    mean_gradients(world, subject, toy, calls, may_refuse=may_refuse, ordinary="backward 0")
+    same_as_alone(world, subject, situation)
 
 
 @clause(
@@ -83,26 +76,20 @@ def test_either_way_of_zero_grad_clears_what_was_reduced(world, subject, set_to_
     source="contract: mean-gradient, mixed-dtypes, tied, reused, frozen; " + PAPER,
     worlds=(1, 2, 3),
 )
-@pytest.mark.parametrize(
-    "toy", ["ragged", "stack", "tied", "reused", "reordered", "frozen", "mixed", "unused"]
+@situations(
+    {
+        toy: f"{toy}: backward 0"
+        for toy in ("ragged", "stack", "tied", "reused", "reordered", "two-dtypes", "unused")
+    }
+    | {"frozen": "ragged not-the-middle: backward 0"}
 )
-def test_a_step_uses_the_mean_gradient_of_any_model(world, subject, toy):
+def test_a_step_uses_the_mean_gradient_of_any_model(world, subject, situation):
     """Odd sizes, ties, reuse, frozen or unused layers MUST get mean gradients, or be refused.
 
     In a world of one as well: there FSDP2 once lost the gradient of a single row (pytorch issue
     144045).
     """
-    usual = (gradients_after, subject, "even", SEED, "backward 0")
-    ranks = refusal.answer_or_refusal(
-        world, gradients_after, subject, toy, SEED, "backward 0", ordinary=usual
-    )
-
-    if ranks is not None:
-        if subject == "fsdp":  # whose optimizer may see float32, whatever the weights were
-            built = oracle.parameters(toy, SEED)
-            for rank in ranks:
-                rank |= {name: g.to(built[name].dtype) for name, g in rank.items()}
-        equivalence.mean_gradients(ranks, toy, SEED, absent_is_zero=True)
+    same_as_alone(world, subject, situation)
 
 
 @clause(
@@ -110,10 +97,10 @@ def test_a_step_uses_the_mean_gradient_of_any_model(world, subject, toy):
     source="contract: mean-gradient; "
     "torch.distributed.fsdp.fully_shard: called bottom-up on any modules",
 )
-@pytest.mark.parametrize("units", ["root", "layers", "nested"])
-def test_what_is_gathered_together_changes_no_gradient(world, subject, units):
+@situations({units: f"stack {units}: backward 0" for units in ("root", "layers", "nested")})
+def test_what_is_gathered_together_changes_no_gradient(world, subject, situation):
     """However a model is cut into units, gradients MUST be the mean of the local ones."""
-    mean_gradients(world, subject, "stack", "backward 0", units=units)
+    same_as_alone(world, subject, situation)
 
 
 @clause(
@@ -125,19 +112,7 @@ def test_a_unit_of_two_dtypes_has_mean_gradients_or_is_refused(world, subject):
 
     One flat buffer takes the dtype of whatever comes first in it, on each rank perhaps another.
     """
-    calls = "backward 0, zero_grad, backward 1"
-    usual = "backward 0"
-    mean_gradients(world, subject, "mixed", calls, may_refuse=True, ordinary=usual, units="root")
-
-
-def frozen_subset(ctx, subject, frozen):
-    """Names of the parameters without gradient where those of a unit are frozen, and gradients."""
-    sharded = Sharded(ctx, subject, "stack", units="root")
-    for name, parameter in sharded.shards().items():
-        parameter.requires_grad_(name not in frozen)
-    sharded.backward()
-    absent = [name for name, g in sharded.local_gradients().items() if g is None]
-    return sorted(absent), sharded.gradients()
+    same_as_alone(world, subject, "two-dtypes root: backward 0, zero_grad none, backward 1")
 
 
 @clause(
@@ -145,35 +120,10 @@ def frozen_subset(ctx, subject, frozen):
     source="contract: frozen-none; test_fully_shard_frozen, which freezes whole modules only",
     worlds=(3,),
 )
-@pytest.mark.parametrize(
-    "frozen",
-    [("gain",), ("blocks.1.down.weight", "blocks.1.up.bias"), ("embed.weight", "head.weight")],
-    ids=["last", "inside", "ends"],
-)
-def test_any_subset_of_a_unit_may_be_frozen(world, subject, frozen):
+@situations({n: f"stack root not-the-{n}: backward 0" for n in ("ends", "middle")})
+def test_any_subset_of_a_unit_may_be_frozen(world, subject, situation):
     """Frozen parameters MUST keep `grad is None`, and the others of their unit get the mean."""
-    absent, gradients = zip(*world.run(frozen_subset, subject, frozen), strict=True)
-
-    expected = equivalence.full_batch_gradients("stack", SEED, ranks=range(world.size))
-    for name in frozen:
-        expected[name] = torch.zeros_like(oracle.parameters("stack", SEED)[name])
-    judge.equal(absent, list(frozen), quantity="parameters without gradient")
-    judge.tensors(gradients, expected, quantity="mean gradient", given=f"frozen {frozen}")
-
-
-def frozen_for_a_step(ctx, subject, frozen):
-    """Gradients of a step in which these parameters are frozen, and of the next, in which none is.
-
-    A step comes before, in which full parameters are made.
-    """
-    sharded = Sharded(ctx, subject, "stack", units="nested")
-    found = []
-    for micro, trains in enumerate((True, False, True)):
-        for name in frozen:
-            sharded.shards()[name].requires_grad_(trains)
-        sharded.follow(f"zero_grad, backward {micro}")
-        found.append(sharded.whole_gradients())
-    return found
+    same_as_alone(world, subject, situation)
 
 
 @clause(
@@ -186,23 +136,20 @@ def test_parameters_may_be_frozen_and_thawed_between_steps(world, subject):
 
     Full parameters of the first step go on to require gradients, if nobody tells them.
     """
-    frozen = ("blocks.1.up.weight", "head.bias")
-    ranks = world.run(frozen_for_a_step, subject, frozen)
-
-    for micro, steps in enumerate(zip(*ranks, strict=True)):
-        wanted = equivalence.full_batch_gradients(
-            "stack", SEED, ranks=range(world.size), micros=(micro,)
-        )
-        wanted |= dict.fromkeys(frozen if micro == 1 else ())
-        judge.tensors(steps, wanted, quantity="mean gradient", given=f"step {micro}, {frozen}")
+    same_as_alone(
+        world,
+        subject,
+        "stack nested: backward 0, freeze 1, freeze 2, zero_grad none, backward 1, thaw 1, thaw 2, "
+        "zero_grad none, backward 2",
+    )
 
 
-def gradient_of_input(ctx, subject, toy, seed):
+def gradient_of_input(ctx, subject, toy):
     """The gradient that arrives at this rank's own inputs."""
-    sharded = Sharded(ctx, subject, toy, seed)
-    batch = sharded.batch().requires_grad_()
-    (ctx.world_size * sum_of_squares(sharded.wrapped(batch))).backward()
-    sharded.finish()
+    rank = on_rank(ctx, subject, toy)
+    batch = TOYS[toy].batch(SEED, rank=ctx.rank).to(ctx.device).requires_grad_()
+    (ctx.world_size * sum_of_squares(rank.wrapped(batch))).backward()
+    rank.finish_backward()
     return {"input": batch.grad}
 
 
@@ -215,24 +162,14 @@ def gradient_of_input(ctx, subject, toy, seed):
 def test_gradients_of_inputs_are_not_averaged(world, subject):
     """The gradient of a rank's inputs MUST be its own, neither averaged nor divided."""
     toy = divisible(subject, "mlp")
-    ranks = world.run(gradient_of_input, subject, toy, 7)
+    ranks = world.run(gradient_of_input, subject, toy)
 
     expected = []
     for rank in range(world.size):
-        batch = TOYS[toy].batch(7, rank=rank).requires_grad_()
-        (world.size * sum_of_squares(TOYS[toy].build(7)(batch))).backward()
+        batch = TOYS[toy].batch(SEED, rank=rank).requires_grad_()
+        (world.size * sum_of_squares(TOYS[toy].build(SEED)(batch))).backward()
         expected.append({"input": batch.grad})
     judge.tensors(ranks, expected, quantity="gradient of the input")
-
-
-def branches_in_turn(ctx, subject, uses, units):
-    """Gradients of a step per entry of `uses`, which branches it takes."""
-    sharded = Sharded(ctx, subject, "branches", units=units)
-    found = []
-    for micro, use in enumerate(uses):
-        sharded.follow(f"zero_grad, backward {micro} use={use}")
-        found.append(sharded.whole_gradients())
-    return found
 
 
 @clause(
@@ -240,24 +177,22 @@ def branches_in_turn(ctx, subject, uses, units):
     source=f"contract: unused-none; {TRAINING}: unused modules",
     worlds=(2,),
 )
-@pytest.mark.parametrize("units", ["layers", "root"])
-@pytest.mark.parametrize("uses", [("ab", "abc", "c"), ("abc", "ba", "cba")], ids=["later", "less"])
-def test_a_unit_may_be_left_out_and_come_back(world, subject, uses, units):
+@situations(
+    {
+        f"{case}-{units}": f"branches-in-turn {units}: " + ", zero_grad none, ".join(steps)
+        for units in ("layers", "root")
+        for case, steps in {
+            "later": ("backward 1", "backward 0", "backward 3"),
+            "less": ("backward 0", "backward 1", "backward 2"),
+        }.items()
+    }
+)
+def test_a_unit_may_be_left_out_and_come_back(world, subject, situation):
     """A unit left out on all ranks MUST keep None and disturb no gradient, then or used again.
 
     So must what is left out of a unit that is used.
     """
-    ranks = world.run(branches_in_turn, subject, uses, units)
-
-    for micro, use in enumerate(uses):
-        equivalence.mean_gradients(
-            [rank[micro] for rank in ranks],
-            "branches",
-            SEED,
-            micros=(micro,),
-            flags=lambda rank, micro: {"use": uses[micro]},
-            given=f"step {micro} uses branches {use!r} of {uses}",
-        )
+    same_as_alone(world, subject, situation)
 
 
 def in_place_after_layers(ctx, subject):
@@ -298,17 +233,15 @@ def test_the_output_of_a_sharded_layer_may_be_changed_in_place(world, subject):
     judge.tensors(ranks, wanted, quantity="weight after one step")
 
 
-def entangled(ctx, subject, how):
+def entangled(ctx, subject, scene, how):
     """Gradients where forwards and backwards do not simply alternate."""
-    sharded = Sharded(ctx, subject, "stack", units="nested")
-    losses = [sharded.loss(micro) for micro in range(1 if how == "retained" else 2)]
+    rank = on_rank(ctx, subject, scene)
+    losses = [rank.loss(micro) for micro in ("0" if how == "retained" else "01")]
     if how == "retained":
         losses[0].backward(retain_graph=True)
-    elif how == "one-backward":
-        losses = [losses[0] + losses[1]]
     for loss in losses[::-1] if how == "in-reverse" else losses:
         loss.backward()
-    return sharded.gradients()
+    return rank.gradients()
 
 
 @clause(
@@ -319,35 +252,13 @@ def entangled(ctx, subject, how):
 @pytest.mark.parametrize("how", ["one-backward", "in-order", "in-reverse", "retained"])
 def test_several_forwards_may_wait_for_their_backward(world, subject, how):
     """Gradients MUST add up over forwards that precede a backward, and over repeated backwards."""
-    ranks = world.run(entangled, subject, how)
-
-    micros = (0, 0) if how == "retained" else (0, 1)
-    equivalence.mean_gradients(
-        ranks, "stack", 7, micros=micros, absent_is_zero=True, given=f"two micro-batches {how}"
-    )
-
-
-def recomputed(ctx, subject, seed, reentrant, reshard_after_forward):
-    """Gradients with each block recomputed in backward."""
-    sharded = Sharded(
-        ctx, subject, "stack", seed, units="children", reshard_after_forward=reshard_after_forward
-    )
-    stack: Any = sharded.module
-    blocks = list(stack.blocks)
-    stack.blocks = nn.ModuleList(_Recompute(block, reentrant) for block in blocks)
-    sharded.backward()
-    stack.blocks = nn.ModuleList(blocks)  # the names of the plain model, for reading
-    return sharded.gradients()
-
-
-class _Recompute(nn.Module):
-    def __init__(self, inner: nn.Module, reentrant: bool) -> None:
-        super().__init__()
-        self.inner = inner
-        self.reentrant = reentrant
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return checkpoint(self.inner, x, use_reentrant=self.reentrant)  # type: ignore[no-any-return]  # untyped
+    if how == "one-backward":
+        same_as_alone(world, subject, "stack nested: both 0 1")
+        return
+    # The last of these calls is the last that the body makes.
+    program = {"in-order": "accumulate 0, backward 1", "in-reverse": "accumulate 1, backward 0"}
+    situation = f"stack nested: {program.get(how, 'accumulate 0, backward 0')}"
+    gradients_as_after(world, subject, situation, entangled, how)
 
 
 @clause(
@@ -355,30 +266,19 @@ class _Recompute(nn.Module):
     source=f"contract: as-pytorch; {TRAINING}: activation checkpointing",
     worlds=(2,),
 )
-@pytest.mark.parametrize("reshard_after_forward", [None, True, False])
-@pytest.mark.parametrize("reentrant", [False, True], ids=["saved-tensor-hooks", "reentrant"])
-def test_recomputing_a_unit_changes_no_gradient(world, subject, reentrant, reshard_after_forward):
+@situations(
+    {
+        f"{how}-{case}": f"stack layers {word} {how}: backward 0"
+        for how in ("called-again", "called-again-reentrant")
+        for case, word in {"usual": "", "freed": "freed", "held": "held"}.items()
+    }
+)
+def test_recomputing_a_unit_changes_no_gradient(world, subject, situation):
     """Units recomputed in backward MUST get the same gradients as without recomputation.
 
     A recomputation ends like a forward; freed there, the weights are gone when backward needs them.
     """
-    ranks = world.run(recomputed, subject, 7, reentrant, reshard_after_forward)
-
-    equivalence.mean_gradients(ranks, "stack", 7, absent_is_zero=True)
-
-
-def recomputed_layers(ctx, subject, reentrant):
-    """Gradients of a whole model two of whose layers are computed again in backward."""
-    sharded = Sharded(ctx, subject, "even")
-    module: Any = sharded.module
-    again = partial(checkpoint, use_reentrant=reentrant)
-
-    def forward(x):  # as that of `Even`; another module in a layer's place would change names
-        h = module.embed(x[:, 0].abs().long()) + x
-        return again(module.down, again(module.up, h).abs()) * module.gain
-
-    module.forward = forward
-    return sharded.gradients_after("backward 0")
+    same_as_alone(world, subject, situation)
 
 
 @clause(
@@ -387,21 +287,10 @@ def recomputed_layers(ctx, subject, reentrant):
     source="contract: reused; torch.utils.checkpoint",
     worlds=(2,),
 )
-@pytest.mark.parametrize("reentrant", [False, True], ids=["saved-tensor-hooks", "reentrant"])
-def test_recomputing_a_layer_of_a_whole_model_changes_no_gradient(world, subject, reentrant):
+@situations({how: f"even {how}: backward 0" for how in ("called-again", "called-again-reentrant")})
+def test_recomputing_a_layer_of_a_whole_model_changes_no_gradient(world, subject, situation):
     """Layers of a whole model recomputed in backward MUST get the mean gradient, or be refused."""
-    usual = (gradients_after, subject, "even", SEED, "backward 0")
-    ranks = refusal.answer_or_refusal(world, recomputed_layers, subject, reentrant, ordinary=usual)
-
-    if ranks is not None:
-        equivalence.mean_gradients(ranks, "even", SEED)
-
-
-def described_gradients(ctx, subject, toy):
-    """What the gradients say about themselves, beside what the parameters say."""
-    sharded = Sharded(ctx, subject, toy)
-    sharded.backward()
-    return {name: (about(p), about(p.grad)) for name, p in sharded.shards().items()}
+    same_as_alone(world, subject, situation)
 
 
 @clause(
@@ -410,16 +299,10 @@ def described_gradients(ctx, subject, toy):
     "test_fully_shard_init, check_sharded_parity; an optimizer steps over shards",
     worlds=(2, 4),
 )
-@pytest.mark.parametrize("toy", ["ragged", "mixed"])
-def test_gradients_are_sharded_as_their_parameters_are(world, subject, toy):
+@situations({toy: f"{toy}: backward 0" for toy in ("ragged", "two-dtypes")})
+def test_gradients_are_sharded_as_their_parameters_are(world, subject, situation):
     """A gradient MUST have its parameter's placements, shape and dtype, also on ranks without rows.
 
     None where a rank has no rows, and its peers wait for it in the next clipping.
     """
-    ranks = world.run(described_gradients, subject, toy)
-
-    keys = ("is a DTensor", "placements", "mesh", "shape", "local shape", "dtype")
-    for (rank, seen), name in itertools.product(enumerate(ranks), TOYS[toy].build(7).state_dict()):
-        parameter, gradient = seen[name]
-        what = f"rank {rank}, gradient of {name!r}"
-        says_the_same(gradient, parameter, keys, what, given=f"toy {toy!r}")
+    same_as_alone(world, subject, situation, looks=("form",))

@@ -11,10 +11,10 @@ from torch import nn
 
 from spec_tests.chapters.fsdp.sharded import FULLY_SHARD
 from spec_tests.chapters.fsdp.test_precision import HALF, POLICY, in_half, output_of_fine_weights
+from spec_tests.programs.law import same_as_alone
 from spec_tests.programs.laws import refusal
 from spec_tests.rig import judge
 from spec_tests.rig.clause import clauses
-from spec_tests.rig.judge.symptoms import Hint
 
 clause = clauses(judges=FULLY_SHARD, needs=("MixedPrecisionPolicy",), level="correct")
 
@@ -192,27 +192,6 @@ def test_what_is_cast_on_the_way_in_stays_the_callers(world, subject, kind):
         judge.equal(ranks, (True, "torch.float32"), quantity="(same tensor, its dtype) in the box")
 
 
-class Factor(nn.Module):
-    """Numbers whose gradients are what it is called with."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (self.weight * x).sum()
-
-
-def half_over_replicas(ctx, subject, shape):
-    """The gradient of 1 on the first rank, 2 on the next and so on, reduced in float16."""
-    module: Any = Factor().to(ctx.device)
-    policy = ctx.impl.MixedPrecisionPolicy(reduce_dtype=torch.float16)
-    names = ("replicate", "shard")[-len(shape) :]
-    ctx.impl.fully_shard(module, mesh=ctx.mesh(shape, names), mp_policy=policy)
-    module(torch.tensor(ctx.rank + 1.0, device=ctx.device)).backward()
-    return {"gradient": module.weight.grad.full_tensor()}
-
-
 @clause(
     "fsdp.precision.float16-over-replicas",
     source="contract: two-dims, reduces; "
@@ -221,13 +200,7 @@ def half_over_replicas(ctx, subject, shape):
 )
 def test_the_mean_in_float16_is_over_replicas_too(world, subject):
     """On a mesh replicate x shard a reduction in float16 MUST be the mean, or the mesh refused."""
-    ordinary = (half_over_replicas, subject, (world.size,))
-    ranks = refusal.answer_or_refusal(world, half_over_replicas, subject, (2, 2), ordinary=ordinary)
-
-    if ranks is not None:
-        right, half = {"gradient": torch.full((4,), 2.5)}, {"gradient": torch.full((4,), 5.0)}
-        hints = [Hint("divided by the ranks that shard, and not by the replicas", half)]
-        judge.tensors(ranks, right, quantity="mean of 1, 2, 3 and 4", hints=hints)
+    same_as_alone(world, subject, "narrow 2x2 reduced-half: backward 0")
 
 
 class Quantised(nn.Module):

@@ -13,8 +13,11 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from spec_tests.chapters.fsdp.sharded import FULLY_SHARD, Sharded
+from spec_tests.chapters.fsdp.sharded import FULLY_SHARD, shard
+from spec_tests.programs.calls import parsed
 from spec_tests.programs.laws import compiled
+from spec_tests.programs.scene import Scene
+from spec_tests.programs.ways import Shards
 from spec_tests.rig.clause import clauses
 
 clause = clauses(
@@ -26,20 +29,36 @@ clause = clauses(
 BLOCKS = ["blocks.0", "blocks.1", "blocks.2"]
 
 
-class Compiled(Sharded):
+PROGRAM = parsed("backward 0, zero_grad none, write parameters, accumulate 1, backward 2")
+
+
+class Compiled(Shards):
     """A sharded stack of which blocks, or which itself, is compiled."""
 
-    def wrap(self, units, how="", option="", fullgraph=False):  # type: ignore[override]  # its own
-        options = {"reshard_after_forward": option != "keep"}
-        if option == "precision":
+    def __init__(self, ctx, subject, how="", option="", fullgraph=False):  # type: ignore[no-untyped-def]  # a body
+        self.how, self.option, self.fullgraph = how, option, fullgraph
+        super().__init__(ctx, subject, Scene.of("stack"))
+        self.called = self.whole or self.wrapped
+
+    def wrap(self):
+        """Compile, and shard blocks and the whole."""
+        options = {"reshard_after_forward": self.option != "keep"}
+        if self.option == "precision":
             policy = self.ctx.impl.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
             options["mp_policy"] = policy
-        if option == "checkpoint":
+        if self.option == "checkpoint":
             for name in BLOCKS:
                 compute_twice(self.module.get_submodule(name))
-        made = partial(super().wrap, [*BLOCKS, "head"], **options)
-        wrapped, self.called = compiled.wrapped(self.module, made, BLOCKS, how, fullgraph=fullgraph)
+        made = partial(shard, self.ctx, self.subject, self.module, [*BLOCKS, "head"], **options)
+        wrapped, self.whole = compiled.wrapped(
+            self.module, made, BLOCKS, self.how, fullgraph=self.fullgraph
+        )
         return wrapped
+
+    def gradients_after(self):
+        """Whole gradients after the program."""
+        self.follow(PROGRAM)
+        return {n: None if p.grad is None else p.grad.full_tensor() for n, p in self.named()}
 
 
 def compute_twice(module):
@@ -54,9 +73,8 @@ def compute_twice(module):
 
 def gradients(ctx, subject, how, option, fullgraph=False):
     """Gradients after the calls, eager and compiled, and how many graphs there were."""
-    eager = Compiled(ctx, subject, "stack", option=option).gradients_after(compiled.CALLS)
-    model = Compiled(ctx, subject, "stack", how=how, option=option, fullgraph=fullgraph)
-    seen = model.gradients_after(compiled.CALLS)
+    eager = Compiled(ctx, subject, option=option).gradients_after()
+    seen = Compiled(ctx, subject, how, option, fullgraph).gradients_after()
     return eager, seen, compiled.num_graphs()
 
 

@@ -18,13 +18,14 @@ from spec_tests.chapters.fsdp.sharded import (
     BOTH,
     FULLY_SHARD,
     SEED,
-    Sharded,
-    divisible,
     finish,
-    mean_gradients,
     of_integers,
+    on_rank,
     shard,
+    sharded_toy,
 )
+from spec_tests.programs.calls import parsed
+from spec_tests.programs.law import same_as_alone, situations
 from spec_tests.programs.laws import refusal
 from spec_tests.rig import judge
 from spec_tests.rig.clause import clauses
@@ -35,62 +36,32 @@ clause = clauses(judges=BOTH, level="correct", worlds=(2, 3))
 PAPER = "Zhao et al. 2023, section 3.2"
 
 
-def outputs(ctx, subject, toy, seed, mode, number=2):
-    """Outputs of that many forwards of this rank's batches."""
-    sharded = Sharded(ctx, subject, toy, seed)
-    with torch.set_grad_enabled(mode == "training"):
-        found = {f"micro-batch {m}": sharded.wrapped(sharded.batch(m)) for m in range(number)}
-    return {name: output.detach() for name, output in found.items()}
-
-
 @clause("fsdp.forward.equals-plain", level="course", source="contract: plain-bits; " + PAPER)
 def test_the_output_is_that_of_the_plain_model(world, subject):
     """A forward MUST give the bits that the plain model gives."""
-    ranks = world.run(outputs, subject, "even", 7, "training", 1)
-
-    judge.tensors(ranks, _plain_outputs("even", world.size, number=1), quantity="output")
+    same_as_alone(world, subject, "even: record 0")
 
 
 @clause(
     "fsdp.forward.equals-any-plain-model",
     source="contract: plain-bits, any-rows, tied, mixed-dtypes, reused; " + PAPER,
 )
-@pytest.mark.parametrize("toy", ["ragged", "stack", "tied", "reused", "frozen", "mixed"])
-def test_the_output_is_that_of_any_plain_model(world, subject, toy):
+@situations(
+    {
+        toy: f"{toy}: record 0, record 1"
+        for toy in ("ragged", "stack", "tied", "reused", "not-the-middle", "two-dtypes")
+    }
+)
+def test_the_output_is_that_of_any_plain_model(world, subject, situation):
     """Odd sizes, ties, reuse, mixed dtypes: a forward MUST give the plain bits, or be refused."""
-    ranks = refusal.answer_or_refusal(
-        world,
-        outputs,
-        subject,
-        toy,
-        7,
-        "training",
-        ordinary=(outputs, subject, "even", 7, "training"),
-    )
-
-    if ranks is not None:
-        plain = _plain_outputs(toy, world.size)
-        judge.tensors(ranks, plain, quantity="output", given=f"toy {toy!r}")
+    same_as_alone(world, subject, situation)
 
 
 @clause("fsdp.forward.without-gradients", source="contract: plain-bits; evaluation between steps")
-def test_a_forward_without_gradients_gives_the_same_output(world, subject):
+@situations({toy: f"{toy}: evaluate 0, evaluate 1" for toy in ("even", "stack")})
+def test_a_forward_without_gradients_gives_the_same_output(world, subject, situation):
     """Under `no_grad`, a forward MUST give the bits that the plain model gives."""
-    toy = divisible(subject, "stack")
-    ranks = world.run(outputs, subject, toy, 7, "evaluation")
-
-    judge.tensors(ranks, _plain_outputs(toy, world.size), quantity="output")
-
-
-def _plain_outputs(toy, size, number=2):
-    plain = TOYS[toy].build(7)
-    return [
-        {
-            f"micro-batch {m}": plain(TOYS[toy].batch(7, rank=rank, micro=m)).detach()
-            for m in range(number)
-        }
-        for rank in range(size)
-    ]
+    same_as_alone(world, subject, situation)
 
 
 @clause(
@@ -99,15 +70,16 @@ def _plain_outputs(toy, size, number=2):
     "test_fully_shard_training; torch.inference_mode: its tensors take no part in autograd",
     worlds=(2,),
 )
-@pytest.mark.parametrize("how", ["no-grad", "inference", "inference-first"])
-def test_an_evaluation_changes_nothing_about_the_next_step(world, subject, how):
-    """A training step after an evaluation MUST have the same gradients as without it."""
-    calls = {
-        "no-grad": "backward 4, zero_grad, evaluate 5, backward 0",
-        "inference": "backward 4, zero_grad, infer 5, backward 0",
-        "inference-first": "infer 5, backward 0",
+@situations(
+    {
+        "no-grad": "even: backward 4, zero_grad none, evaluate 5, backward 0",
+        "inference": "even: backward 4, zero_grad none, infer 5, backward 0",
+        "inference-first": "even: infer 5, backward 0",
     }
-    mean_gradients(world, subject, divisible(subject, "stack"), calls[how])
+)
+def test_an_evaluation_changes_nothing_about_the_next_step(world, subject, situation):
+    """A training step after an evaluation MUST have the same gradients as without it."""
+    same_as_alone(world, subject, situation)
 
 
 @dataclass
@@ -256,18 +228,20 @@ def test_inputs_and_outputs_may_sit_in_containers(world, subject, outputs):
 
 def under_setting(ctx, subject, reshard_after_forward):
     """Outputs and gradients of three steps in one setting, float32 and real-valued data."""
-    sharded = Sharded(ctx, subject, "stack", reshard_after_forward=reshard_after_forward)
+    model = sharded_toy(ctx, subject, "stack", reshard_after_forward=reshard_after_forward)
+    # Weights move by ten times what rounding may move them, or more.
+    optimizer = torch.optim.SGD(model.parameters(), lr=2.0**-16, foreach=False)
     generator = torch.Generator().manual_seed(SEED + ctx.rank)
     found = {}
     for step in range(3):
         batch = (torch.randn(4, 6, generator=generator).to(ctx.device) * 2).clamp(-4, 4)
-        output = sharded.wrapped(batch)
+        output = model(batch)
         output.square().sum().backward()
-        for name, gradient in sharded.local_gradients().items():
-            found[f"{name}, step {step}"] = gradient
+        for name, p in model.named_parameters():
+            found[f"{name}, step {step}"] = p.grad.to_local().clone()
         found[f"output, step {step}"] = output.detach()
-        sharded.optimizer.step()
-        sharded.optimizer.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
     return found
 
 
@@ -342,7 +316,7 @@ def output_of_two_dtypes(ctx, subject):
 )
 def test_each_weight_of_a_unit_computes_in_its_own_dtype(world, subject):
     """Of a unit of two dtypes each weight MUST be computed with in its own, or be refused."""
-    ordinary = (outputs, subject, "ragged", 7, "training")
+    ordinary = (hooks_that_run, subject)
     ranks = refusal.answer_or_refusal(world, output_of_two_dtypes, subject, ordinary=ordinary)
 
     if ranks is not None:
@@ -352,7 +326,11 @@ def test_each_weight_of_a_unit_computes_in_its_own_dtype(world, subject):
 
 def hooks_that_run(ctx, subject):
     """The hooks of the original that a forward of the sharded model runs, in order."""
-    return Sharded(ctx, subject, "even").forward_hooks()
+    rank, found = on_rank(ctx, subject, "even"), []
+    rank.module.register_forward_pre_hook(lambda *_: found.append("before"))
+    rank.module.register_forward_hook(lambda *_: found.append("after"))
+    rank.output("0")
+    return found
 
 
 @clause(
@@ -404,10 +382,10 @@ def test_hooks_that_were_there_see_the_full_weights(world, subject):
 
 def derived(ctx, subject, calls):
     """Output and tangent of a forward under jvp after these calls, and those of the plain model."""
-    sharded = Sharded(ctx, subject, "stack")
-    sharded.follow(calls)
-    inputs, found = sharded.batch(), []
-    for model in (sharded.wrapped, TOYS["stack"].build(SEED).to(ctx.device)):
+    rank = on_rank(ctx, subject, "stack")
+    rank.follow(parsed(calls))
+    inputs, found = TOYS["stack"].batch(SEED, rank=ctx.rank).to(ctx.device), []
+    for model in (rank.wrapped, TOYS["stack"].build(SEED).to(ctx.device)):
         pair: Any = torch.func.jvp(model, (inputs,), (torch.ones_like(inputs),))
         found.append({"output": pair[0].detach(), "tangent": pair[1].detach()})
     return found

@@ -7,7 +7,6 @@ loss still falls, only later and less: that is why nobody notices.
 from __future__ import annotations
 
 import contextlib
-from typing import Any
 
 import pytest
 import torch
@@ -16,53 +15,25 @@ from torch import nn
 from spec_tests.chapters.fsdp.sharded import (
     BOTH,
     FULLY_SHARD,
-    RATE,
     SEED,
-    Sharded,
     finish,
-    gradients_after,
+    full_parameters,
+    on_rank,
     shard,
 )
-from spec_tests.programs.law import same_as_alone, situations
+from spec_tests.programs.law import follow, same_as_alone, situations
 from spec_tests.programs.laws import refusal
 from spec_tests.programs.planted import PlantedError, failing
 from spec_tests.rig import judge
 from spec_tests.rig.clause import clauses
 from spec_tests.rig.judge import oracle
-from spec_tests.rig.judge.symptoms import Hint, gap
+from spec_tests.rig.judge.symptoms import Hint
 from spec_tests.rig.judge.tolerance import rounding
-from spec_tests.rig.toys import TOYS, sum_of_squares
+from spec_tests.rig.toys import TOYS
 
 clause = clauses(judges=FULLY_SHARD, level="correct", worlds=(2, 3))
 
-SETTINGS: dict[str, dict[str, Any]] = {
-    "freed": {"reshard_after_forward": True},
-    "default": {},
-    "kept-after-forward": {"reshard_after_forward": False},
-}
 KEPT = "kept-after-backward"
-
-
-def _output(sharded):
-    return {"output": sharded.wrapped(sharded.batch(9)).detach()}
-
-
-def _judge_fresh(ranks, toy, steps, given):
-    size = len(ranks)
-    plain = TOYS[toy].build(7)
-    old = plain(TOYS[toy].batch(7, rank=0, micro=9)).detach()
-    optimizer = torch.optim.SGD(plain.parameters(), lr=RATE)
-    for micro in range(steps):
-        optimizer.zero_grad()
-        for rank in range(size):
-            sum_of_squares(plain(TOYS[toy].batch(7, rank=rank, micro=micro))).backward()
-        optimizer.step()
-    with torch.no_grad():
-        new = [{"output": plain(TOYS[toy].batch(7, rank=r, micro=9))} for r in range(size)]
-    within = rounding(torch.float32, terms=12 * 4 * size, depth=4 * steps)
-    moved = float(gap(old, new[0]["output"]).max())
-    judge.holds(moved > 10 * within.bound(old), "the toy hardly moved: nothing to see")
-    _judge_outputs(ranks, new, toy, steps, given)
 
 
 def _judge_outputs(ranks, new, toy, steps, given):
@@ -136,17 +107,6 @@ def test_a_gather_that_began_before_a_step_is_not_used_after_it(world, subject, 
     same_as_alone(world, subject, situation)
 
 
-def after_evaluation_and_step(ctx, subject, toy, seed, setting, records=False):
-    """Output after a step that an evaluation came before, whose graph may be recorded."""
-    options = {"reshard_after_forward": 2} if setting == "kept-in-part" else SETTINGS[setting]
-    sharded = Sharded(ctx, subject, toy, seed, **options)
-    sharded.backward(0)
-    with torch.set_grad_enabled(records):
-        _output(sharded)
-    sharded.optimizer.step()
-    return _output(sharded)
-
-
 @clause("fsdp.lifecycle.fresh-after-evaluation", source="contract: fresh-weights", worlds=(2,))
 @situations({c: f"even {w}: backward 0, evaluate 1, step, evaluate 9" for c, w in WORDS.items()})
 def test_an_evaluation_before_a_step_leaves_nothing_stale(world, subject, situation):
@@ -161,22 +121,18 @@ def test_an_evaluation_before_a_step_leaves_nothing_stale(world, subject, situat
 )
 def test_a_part_that_a_forward_alone_kept_is_not_stale_after_a_step(world, subject):
     """What an int kept in a forward alone MUST NOT be used after a step, or it be refused."""
-    body, ordinary = after_evaluation_and_step, (subject, "even", 7, "default")
-    kept = (subject, "even", 7, "kept-in-part", True)
-    ranks = refusal.answer_or_refusal(world, body, *kept, ordinary=(body, *ordinary))
-
-    if ranks is not None:
-        _judge_fresh(ranks, "even", 1, "half kept in a forward without backward")
+    same_as_alone(world, subject, "even in-part: backward 0, record 1, step, evaluate 9")
 
 
 def stepped_after_evaluation(ctx, subject, records):
     """Output after a step that an evaluation came before, and then the full weights."""
-    sharded = Sharded(ctx, subject, "even")
-    sharded.backward(0)
+    rank = on_rank(ctx, subject, "even")
+    rank.backward("0")
     with torch.set_grad_enabled(records):
-        _output(sharded)
-    sharded.optimizer.step()
-    return _output(sharded), sharded.full()
+        rank.output("9")
+    rank.optimizers[0].step()
+    output = {"output": rank.output("9").detach()}
+    return output, full_parameters(ctx, rank.wrapped, rank.names)
 
 
 @clause(
@@ -264,7 +220,7 @@ def test_layers_that_a_forward_left_out_are_not_stale_after_a_step(world, subjec
     What was gathered ahead for a layer that did not run lies ready, and is old after the step.
     Layers that are not used may be refused.
     """
-    usual = (gradients_after, subject, "even", SEED, "backward 0")
+    usual = (follow, subject, "even: backward 0")
     ranks = refusal.answer_or_refusal(world, after_leaving_out, subject, ordinary=usual)
 
     if ranks is not None:
@@ -282,7 +238,7 @@ def test_no_layer_of_a_whole_model_is_stale_after_an_exception(world, subject, w
 
     What was gathered, or is on its way, has no end of forward that would free it.
     """
-    usual = (gradients_after, subject, "even", SEED, "backward 0")
+    usual = (follow, subject, "even: backward 0")
     ranks = refusal.answer_or_refusal(world, after_leaving_out, subject, where, ordinary=usual)
 
     if ranks is not None:
@@ -356,17 +312,16 @@ def test_a_forward_of_a_whole_model_uses_weights_that_were_written(world, subjec
 
 def full_of_unsharded(ctx, subject, is_stepped):
     """Full parameters of what was unsharded by hand and then updated, and the shards' values."""
-    sharded = Sharded(ctx, subject, "stack")
-    before = sharded.full()
-    sharded.backward(0)
-    sharded.unshard_all()
+    rank = on_rank(ctx, subject, "stack")
+    before = full_parameters(ctx, rank.wrapped, rank.names)
+    rank.backward("0")
+    rank.unshard("now")
     if is_stepped:
-        sharded.optimizer.step()
+        rank.optimizers[0].step()
     else:
-        with torch.no_grad():
-            for shard in sharded.held:
-                shard.to_local().neg_()
-    return sharded.full(), sharded.weights(), before
+        rank.write("local-tensors")
+    shards = {name: p.full_tensor().detach().clone() for name, p in rank.named()}
+    return full_parameters(ctx, rank.wrapped, rank.names), shards, before
 
 
 @clause(

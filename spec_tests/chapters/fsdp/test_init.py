@@ -24,13 +24,13 @@ from spec_tests.chapters.fsdp.sharded import (
     BOTH,
     FULLY_SHARD,
     SEED,
-    Sharded,
     about,
     full_parameters,
     numel,
     of_integers,
     says_the_same,
     shard,
+    sharded_toy,
 )
 from spec_tests.programs.laws import refusal
 from spec_tests.rig import judge
@@ -46,7 +46,8 @@ PAGE = "torch.distributed.fsdp.fully_shard"
 
 def after_sharding(ctx, subject, toy):
     """The full parameters right after sharding."""
-    return Sharded(ctx, subject, toy).full()
+    model = sharded_toy(ctx, subject, toy)
+    return full_parameters(ctx, model, [*oracle.parameters(toy, SEED)])
 
 
 @clause(
@@ -205,7 +206,7 @@ def test_a_name_that_holds_a_wrappers_prefix_stays_whole(world, subject):
 
 def described(ctx, subject, toy):
     """What the parameters of a sharded model say about themselves, in order."""
-    return {name: about(p) for name, p in Sharded(ctx, subject, toy).shards().items()}
+    return {name: about(p) for name, p in sharded_toy(ctx, subject, toy).named_parameters()}
 
 
 def judge_descriptions(world, subject, toy, keys):
@@ -318,16 +319,16 @@ def surroundings(ctx, subject, toy):
     """Buffers, those that are DTensors, state-dict keys, and modules of another class."""
     from torch.distributed.tensor import DTensor
 
-    sharded = Sharded(ctx, subject, toy)
+    module = sharded_toy(ctx, subject, toy)
     plain = TOYS[toy].build(SEED)
-    buffers = {n: b.detach().clone() for n, b in sharded.module.named_buffers()}
-    divided = [n for n, b in sharded.module.named_buffers() if isinstance(b, DTensor)]
+    buffers = {n: b.detach().clone() for n, b in module.named_buffers()}
+    divided = [n for n, b in module.named_buffers() if isinstance(b, DTensor)]
     foreign = [
         name
-        for name, part in sharded.module.named_modules()
+        for name, part in module.named_modules()
         if not isinstance(part, type(plain.get_submodule(name)))
     ]
-    return buffers, divided, list(sharded.module.state_dict()), foreign
+    return buffers, divided, list(module.state_dict()), foreign
 
 
 @clause("fsdp.init.the-rest-stays", source="contract: as-pytorch; " + PAGE, worlds=(2,))
@@ -399,14 +400,16 @@ def in_default_groups(ctx, subject):
     time.sleep(0.1)  # gloo aborts where a peer closes while a barrier's last message is under way
     dist.destroy_process_group()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    Sharded(ctx, subject, "even")
+    sharded_toy(ctx, subject, "even")
     gc.collect()
     dist.destroy_process_group()
     store = dist.FileStore(str(ctx.scratch / name[0]), ctx.world_size)
     dist.init_process_group("gloo", store=store, rank=ctx.rank, world_size=ctx.world_size)
-    sharded = Sharded(ctx, subject, "even")
-    own = [p.to_local() if isinstance(p, DTensor) else p for p in sharded.held]
-    return sharded.full(), sum(part.numel() for part in own)
+    model = sharded_toy(ctx, subject, "even")
+    own = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
+    return full_parameters(ctx, model, [*oracle.parameters("even", SEED)]), sum(
+        part.numel() for part in own
+    )
 
 
 @clause(

@@ -8,9 +8,7 @@ autograd would do to a leaf, and finds layers that are never called.
 
 from __future__ import annotations
 
-import contextlib
 import gc
-import itertools
 from typing import Any
 
 import pytest
@@ -25,14 +23,16 @@ from spec_tests.chapters.fsdp.sharded import (
     BOTH,
     FULLY_SHARD,
     SEED,
-    Sharded,
-    about,
     divisible,
-    mean_gradients,
-    says_the_same,
+    gradients_as_after,
+    judge_gradients,
+    on_rank,
     shard,
 )
-from spec_tests.programs.laws import equivalence, refusal
+from spec_tests.programs.calls import parsed
+from spec_tests.programs.law import same_as_alone, situations
+from spec_tests.programs.laws import refusal
+from spec_tests.programs.on_ranks import copy_of
 from spec_tests.programs.planted import failing
 from spec_tests.rig import judge
 from spec_tests.rig.clause import clauses
@@ -41,26 +41,18 @@ from spec_tests.rig.toys import TOYS
 clause = clauses(judges=FULLY_SHARD, level="correct")
 
 
-def after_failure(ctx, subject, seed, where):
-    """Gradients of a clean step after one in which forward or backward raised on all ranks."""
-    sharded = Sharded(ctx, subject, "stack", seed, units="nested")
-
-    def fail(*args):
-        raise KeyError("planted")
-
-    def fail_in_backward(module, args, output):
-        output.register_hook(fail)
-
-    part = sharded.module.get_submodule("blocks.1.down")
-    hook = fail if where.startswith("forward") else fail_in_backward
-    handle = part.register_forward_hook(hook)
-    with contextlib.suppress(KeyError):
-        sharded.loss(3).backward()
-    handle.remove()
-    reset: Any = getattr(sharded.module, "reset_iter_state", None)
-    if where.endswith("reset") and reset is not None:  # what PyTorch asks for, and others need not
+def after_reset(ctx, subject, scene, call):
+    """Gradients of a clean step after a pass that raised, and what PyTorch asks for then."""
+    rank = on_rank(ctx, subject, scene)
+    rank.follow(parsed(call))
+    reset: Any = getattr(rank.module, "reset_iter_state", None)
+    if reset is not None:  # others need not
         reset()
-    return sharded.gradients_after("zero_grad, backward 0")
+    rank.zero_grad("none")
+    return rank.backward("0")
+
+
+RAISING = {"forward": "fails 3 middle", "backward": "fails_backward 3 middle"}
 
 
 @clause(
@@ -70,25 +62,25 @@ def after_failure(ctx, subject, seed, where):
 @pytest.mark.parametrize("where", ["forward", "backward", "forward-reset", "backward-reset"])
 def test_a_step_after_a_caught_exception_is_right(world, subject, where):
     """After a caught exception in forward or backward the next step MUST be right, or an error."""
-    ranks = refusal.answer_or_refusal(world, after_failure, subject, 7, where)
-
-    if ranks is not None:
-        equivalence.mean_gradients(
-            ranks, "stack", 7, absent_is_zero=True, given=f"after an exception in {where}"
-        )
+    call = RAISING[where.removesuffix("-reset")]
+    if where in RAISING:
+        same_as_alone(world, subject, f"stack nested: {call}, zero_grad none, backward 0")
+    else:
+        situation = "stack nested: backward 0"
+        gradients_as_after(world, subject, situation, after_reset, call, may_refuse=True)
 
 
 def kinds_after_failure(ctx, subject, where):
     """Kinds of the parameters after an evaluation that a caught exception came before."""
-    sharded = Sharded(ctx, subject, "stack", units="nested", reshard_after_forward=True)
-    sharded.backward()
+    rank = on_rank(ctx, subject, "stack nested freed")
+    rank.backward("0")
     with torch.set_grad_enabled(where != "evaluation"):
         # Outermost, the hook that fails comes before those that gather.
-        part = sharded.module.get_submodule("" if where == "hook" else "blocks.1.down")
+        part = rank.module.get_submodule("" if where == "hook" else "blocks.1.down")
         with failing(part, prepend=where == "hook"):
-            sharded.loss(3)
-    sharded.evaluate(1)
-    return sorted({type(p).__name__ for p in sharded.module.parameters()})
+            rank.loss("3")
+    rank.evaluate("1")
+    return sorted({type(p).__name__ for p in rank.module.parameters()})
 
 
 @clause(
@@ -107,16 +99,16 @@ def test_an_exception_leaves_no_full_parameter_behind(world, subject, where):
 
 
 def interleaved(ctx, subject, toy):
-    """Gradients of two models whose passes interleave."""
-    one, two = Sharded(ctx, subject, toy), Sharded(ctx, subject, "even", SEED + 1)
+    """Gradients of two models whose passes interleave; the second has other micro-batches."""
+    one, two = on_rank(ctx, subject, toy), on_rank(ctx, subject, "even")
     for micro in range(2):
-        one.zero_grad()
-        two.zero_grad()
-        loss_one, loss_two = one.loss(micro), two.loss(micro)
+        one.zero_grad("none")
+        two.zero_grad("none")
+        loss_one, loss_two = one.loss(str(micro)), two.loss(str(micro + 2))
         loss_one.backward()
-        one.finish()
+        one.finish_backward()
         loss_two.backward()
-        two.finish()
+        two.finish_backward()
     return one.gradients(), two.gradients()
 
 
@@ -131,24 +123,11 @@ def test_two_models_do_not_disturb_each_other(world, subject):
     toy = divisible(subject, "mlp")
     one, two = zip(*world.run(interleaved, subject, toy), strict=True)
 
-    equivalence.mean_gradients(one, toy, SEED, micros=(1,))
-    equivalence.mean_gradients(two, "even", SEED + 1, micros=(1,))
+    judge_gradients(one, subject, f"{toy}: backward 1")
+    judge_gradients(two, subject, "even: backward 3")
 
 
-PARTS: dict[str, Any] = {"rows": None, "not-neighbours": [0, 2], "not-from-zero": [1, 2]}
-
-
-def on_a_mesh(ctx, subject, seed, shape):
-    """Gradients on a mesh of two dimensions, or on the part of it that this rank is in."""
-    mesh = ctx.mesh((2, 2), ("replicate", "shard"))
-    part = PARTS.get(shape)
-    if part is not None:
-        mesh = torch.distributed.DeviceMesh(ctx.device.type, part)  # by all ranks
-        if ctx.rank not in part:
-            return {}
-    options: dict[str, Any] = {"mesh": mesh["shard"] if shape == "rows" else mesh}
-    sharded = Sharded(ctx, subject, "stack", seed, **options)
-    return sharded.gradients_after("backward 1, backward 0")
+PARTS = {"rows": "rows", "not-neighbours": "every-second", "not-from-zero": "not-from-zero"}
 
 
 @clause(
@@ -156,22 +135,13 @@ def on_a_mesh(ctx, subject, seed, shape):
     source="contract: mean-gradient; torch.distributed.fsdp.fully_shard, mesh; verl issue 7493",
     worlds=(4,),
 )
-@pytest.mark.parametrize("part", PARTS)
-def test_a_mesh_decides_who_talks_and_what_is_divided_by(world, subject, part):
+@situations({case: f"stack {word}: backward 1, backward 0" for case, word in PARTS.items()})
+def test_a_mesh_decides_who_talks_and_what_is_divided_by(world, subject, situation):
     """On a mesh of a part of the ranks, gradients MUST be the mean over that part alone.
 
     A rank's number in the world is not its place in the mesh.
     """
-    ranks = world.run(on_a_mesh, subject, 7, part)
-
-    for pair in [PARTS[part]] if PARTS[part] else [(0, 1), (2, 3)]:
-        whole = equivalence.full_batch_gradients("stack", 7, ranks=pair, micros=(0, 1))
-        judge.tensors(
-            [ranks[rank] for rank in pair],
-            equivalence.scaled(whole, world.size / len(pair)),
-            quantity="mean gradient over the two ranks of the mesh",
-            given=f"ranks {pair} of {world.size}",
-        )
+    same_as_alone(world, subject, situation)
 
 
 @clause(
@@ -181,21 +151,12 @@ def test_a_mesh_decides_who_talks_and_what_is_divided_by(world, subject, part):
 )
 def test_a_hybrid_mesh_averages_over_replicas_and_shards(world, subject):
     """On a mesh replicate x shard, gradients MUST be the mean over all ranks, or it be refused."""
-    ordinary = (on_a_mesh, subject, 7, "rows")
-    ranks = refusal.answer_or_refusal(world, on_a_mesh, subject, 7, "hybrid", ordinary=ordinary)
-
-    if ranks is not None:
-        equivalence.mean_gradients(ranks, "stack", 7, micros=(0, 1), absent_is_zero=True)
+    same_as_alone(world, subject, "stack 2x2: backward 1, backward 0")
 
 
-def on_a_flat_mesh(ctx, subject, shape):
-    """What parameters are on a mesh whose one dimension is 1, and gradients."""
-    names = ("replicate", "shard")
-    shape = tuple(ctx.world_size if size is None else size for size in shape)
-    mesh = ctx.mesh(shape, names)
-    sharded = Sharded(ctx, subject, "stack", mesh=mesh)
-    described = {name: about(p) for name, p in sharded.shards().items()}
-    return described, sharded.gradients_after("backward 1, backward 0")
+def rows_here(ctx, subject, scene):
+    """Number of rows of each parameter on this rank."""
+    return {name: len(p.to_local()) for name, p in on_rank(ctx, subject, scene).named()}
 
 
 @clause(
@@ -203,38 +164,31 @@ def on_a_flat_mesh(ctx, subject, shape):
     source="contract: two-dims; fully_shard, mesh of two dimensions: (replicate, shard)",
     worlds=(2, 4),
 )
-@pytest.mark.parametrize("shape", [(None, 1), (1, None)], ids=["replicas-alone", "shards-alone"])
-def test_the_first_dimension_of_a_mesh_replicates_and_the_second_shards(world, subject, shape):
+@situations({f"{n}-alone": f"stack {n}: backward 1, backward 0" for n in ("replicas", "shards")})
+def test_the_first_dimension_of_a_mesh_replicates_and_the_second_shards(world, subject, situation):
     """On meshes (W, 1) and (1, W) the second MUST divide rows, alone, or they be refused.
 
     On a square mesh the two can be swapped, and every gradient is right.
     """
-    ordinary = (alone, subject)
-    ranks = refusal.answer_or_refusal(world, on_a_flat_mesh, subject, shape, ordinary=ordinary)
-    if ranks is None:
-        return
-    described, gradients = zip(*ranks, strict=True)
-
-    num_shards = shape[1] or world.size
-    for (rank, seen), (name, p) in itertools.product(
-        enumerate(described), TOYS["stack"].build(SEED).named_parameters()
-    ):
-        rows = len((*p.chunk(num_shards), *[p[:0]] * num_shards)[rank % num_shards])
+    same_as_alone(world, subject, situation, looks=("form",))
+    scene = situation.partition(":")[0]
+    ordinary = (rows_here, subject, "stack")
+    ranks = refusal.answer_or_refusal(world, rows_here, subject, scene, ordinary=ordinary)
+    num_shards = 1 if "replicas" in scene else world.size
+    for rank, found in enumerate(ranks or ()):
         wanted = {
-            "placements": "(Replicate(), Shard(dim=0))",
-            "shape": tuple(p.shape),
-            "local shape": (rows, *p.shape[1:]),
+            name: len((*p.chunk(num_shards), *[p[:0]] * num_shards)[rank % num_shards])
+            for name, p in TOYS["stack"].build(SEED).named_parameters()
         }
-        what = f"rank {rank}, {name!r}"
-        says_the_same(seen[name], wanted, wanted, what, given=f"{num_shards} ranks shard")
-    equivalence.mean_gradients(gradients, "stack", 7, micros=(0, 1), absent_is_zero=True)
+        judge.equal([found], wanted, quantity=f"rows of each parameter on rank {rank}")
 
 
 def alone(ctx, subject):
     """What an ordinary step sends."""
-    sharded = Sharded(ctx, subject, "stack")
+    rank = on_rank(ctx, subject, "stack")
     with ctx.recording() as recorder:
-        sharded.backward()
+        rank.loss("0").backward()
+        rank.finish_backward()
     return [str(event) for event in recorder.log().collectives()]
 
 
@@ -244,9 +198,10 @@ def alone(ctx, subject):
     source="contract: mean-gradient; a job that is tried on one device",
     worlds=(1,),
 )
-def test_one_rank_alone_is_the_plain_model(world, subject):
+@situations({toy: f"{toy}: backward 0" for toy in ("even", "stack")})
+def test_one_rank_alone_is_the_plain_model(world, subject, situation):
     """In a world of one, gradients MUST be those of the plain model."""
-    mean_gradients(world, subject, "stack", "backward 0")
+    same_as_alone(world, subject, situation)
 
 
 @clause(
@@ -261,7 +216,7 @@ def test_one_rank_alone_sends_nothing(world, subject):
     judge.equal(world.run(alone, subject), [], quantity="collectives of a step")
 
 
-def collected_in_a_step(ctx, subject, toy, seed):
+def collected_in_a_step(ctx, subject, toy):
     """Errors of steps in whose middle another model goes: among the hooks before, and after."""
     said = []
     for register in (register_optimizer_step_pre_hook, register_optimizer_step_post_hook):
@@ -273,11 +228,11 @@ def collected_in_a_step(ctx, subject, toy, seed):
 
         handle = register(drop)  # before the models' own: theirs are still to be called
         try:
-            sharded = Sharded(ctx, subject, toy, seed)
-            dropped.append(Sharded(ctx, subject, toy, seed + 1))
-            sharded.backward()
+            rank = on_rank(ctx, subject, toy)
+            dropped.append(on_rank(ctx, subject, toy))
+            rank.backward("0")
             try:
-                sharded.optimizer.step()
+                rank.optimizers[0].step()
             except RuntimeError as error:
                 said.append(str(error))
         finally:
@@ -297,15 +252,15 @@ def test_a_model_may_be_collected_in_the_middle_of_a_step(world, subject):
     When the collector comes is chance: a hook that leaves with its model fails once in a thousand
     steps, and on one rank only.
     """
-    ranks = world.run(collected_in_a_step, subject, divisible(subject, "mlp"), 7)
+    ranks = world.run(collected_in_a_step, subject, divisible(subject, "mlp"))
 
     judge.equal(ranks, [], quantity="errors of steps")
 
 
 def by_hand(ctx, subject):
     """What the parameters of a unit are when it is unsharded and resharded by hand."""
-    sharded = Sharded(ctx, subject, "mlp")
-    unit: Any = sharded.module.get_submodule("first")
+    rank = on_rank(ctx, subject, "mlp")
+    unit: Any = rank.module.get_submodule("first")
     whole = []
     for is_async in (False, True):
         handle = unit.unshard(async_op=is_async)
@@ -316,7 +271,7 @@ def by_hand(ctx, subject):
     kinds = sorted({type(p).__name__ for p in unit.parameters()})
     unit.unshard()
     unit.unshard()
-    return whole, kinds, {"output": sharded.wrapped(sharded.batch()).detach()}
+    return whole, kinds, {"output": rank.output("0").detach()}
 
 
 @clause(
@@ -376,24 +331,24 @@ def test_attributes_of_the_model_stay_its_own(world, subject, kind):
     judge.equal(ranks, [], quantity="names that mean something else afterwards")
 
 
-def told(ctx, subject, seed, first):
+def told(ctx, subject, first):
     """How often each parameter's hook was called by the end of a window, and what it then saw."""
-    sharded = Sharded(ctx, subject, "stack", seed)
+    rank = on_rank(ctx, subject, "stack")
     calls: dict[str, int] = {}
-    gradients: dict[str, torch.Tensor] = {}
+    gradients: dict[str, Any] = dict.fromkeys(rank.names)
 
     def hook_of(name):
         def hook(parameter):
             calls[name] = calls.get(name, 0) + 1
-            gradients[name] = parameter.grad.full_tensor().clone()
+            gradients[name] = copy_of(parameter.grad)
 
         return hook
 
-    for name, parameter in sharded.module.named_parameters():
+    for name, parameter in rank.module.named_parameters():
         parameter.register_post_accumulate_grad_hook(hook_of(name))
-    sharded.follow(f"{first} 0")
+    rank.follow(parsed(f"{first} 0"))
     early = sorted(calls) if first == "accumulate" else []
-    sharded.follow("backward 1, backward 2")
+    rank.follow(parsed("backward 1, backward 2"))
     return {"early": early, "calls": calls, "gradients": gradients}
 
 
@@ -408,10 +363,10 @@ def test_a_hook_that_waits_for_a_gradient_is_called_with_it(world, subject, firs
 
     An optimizer that steps in such hooks trains nothing otherwise, and nobody tells.
     """
-    ranks = world.run(told, subject, 7, first)
+    ranks = world.run(told, subject, first)
 
     judge.equal([rank["early"] for rank in ranks], [], quantity="called before the reduction:")
-    names, right = ranks[0]["calls"], 2 if first == "accumulate" else 3
+    right = 2 if first == "accumulate" else 3
     for rank, seen in enumerate(ranks):
         often = {name: number for name, number in seen["calls"].items() if number != right}
         judge.holds(
@@ -420,7 +375,7 @@ def test_a_hook_that_waits_for_a_gradient_is_called_with_it(world, subject, firs
             likely="the sharded parameter is no leaf of the graph: who reduces must call its hooks",
         )
     gradients = [rank["gradients"] for rank in ranks]
-    equivalence.mean_gradients(gradients, "stack", 7, micros=(0, 1, 2), absent_is_zero=bool(names))
+    judge_gradients(gradients, subject, "stack: accumulate 0, accumulate 1, backward 2")
 
 
 def attending(ctx):

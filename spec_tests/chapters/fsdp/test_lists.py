@@ -10,8 +10,15 @@ import pytest
 import torch
 from torch import nn
 
-from spec_tests.chapters.fsdp.sharded import FULLY_SHARD, Sharded, numel, of_integers
-from spec_tests.programs.laws import equivalence, traffic
+from spec_tests.chapters.fsdp.sharded import (
+    FULLY_SHARD,
+    judge_gradients,
+    loss_of,
+    numel,
+    of_integers,
+    sharded_toy,
+)
+from spec_tests.programs.laws import traffic
 from spec_tests.rig import judge
 from spec_tests.rig.clause import clauses
 from spec_tests.rig.toys import TOYS, sum_of_squares
@@ -21,9 +28,11 @@ clause = clauses(judges=FULLY_SHARD, level="production")
 
 def in_one_call(ctx, subject, units):
     """Operations and elements that a second step gathers and reduces; two layers are one unit."""
-    sharded = Sharded(ctx, subject, "even", units=(units,), reshard_after_forward=True)
-    sharded.backward(1)
-    sent = traffic.together(*sharded.recorded())
+    model = sharded_toy(ctx, subject, "even", units=(units,), reshard_after_forward=True)
+    loss_of(ctx, model, "even", 1).backward()
+    with ctx.recording() as recorder:
+        loss_of(ctx, model, "even").backward()
+    sent = recorder.log()
     gathers = traffic.messages(sent, ctx.world_size, *traffic.GATHERS)
     reductions = traffic.messages(sent, ctx.world_size, *traffic.REDUCTIONS)
     return [
@@ -85,8 +94,10 @@ def _chunked(module, rank):
 def in_a_list(ctx, subject, how):
     """Gradients where a tie runs through a list, or part of it is called by itself."""
     if how == "tied":
-        sharded = Sharded(ctx, subject, "tied", units=("encode+decode",))
-        return sharded.gradients_after("backward 1, backward 0")
+        module = sharded_toy(ctx, subject, "tied", units=("encode+decode",))
+        for micro in range(2):
+            loss_of(ctx, module, "tied", micro).backward()
+        return {n: p.grad.full_tensor() for n, p in module.named_parameters()}
     module = sharded_apart(ctx)
     for _ in range(2):
         (ctx.world_size * _chunked(module, ctx.rank)).backward()
@@ -104,7 +115,7 @@ def test_modules_of_one_call_have_mean_gradients(world, subject, how):
     ranks = world.run(in_a_list, subject, how)
 
     if how == "tied":
-        equivalence.mean_gradients(ranks, "tied", 7, micros=(0, 1))
+        judge_gradients(ranks, subject, "tied: accumulate 0, backward 1")
         return
     plain = of_integers(Apart())
     for rank in range(world.size):

@@ -20,12 +20,13 @@ from spec_tests.chapters.fsdp.sharded import (
     BOTH,
     FULLY_SHARD,
     SEED,
-    Sharded,
     finish,
     full_parameters,
+    judge_gradients,
+    on_rank,
     shard,
 )
-from spec_tests.programs.laws import equivalence, refusal, traffic
+from spec_tests.programs.laws import refusal, traffic
 from spec_tests.rig import judge
 from spec_tests.rig.clause import clauses
 from spec_tests.rig.judge import oracle
@@ -336,14 +337,14 @@ def test_a_mean_that_float16_holds_does_not_overflow_on_the_way(world, subject):
 
 def of_two_dtypes(ctx, subject, toy):
     """Gradients of a unit of two dtypes that are reduced in one."""
-    policy = ctx.impl.MixedPrecisionPolicy(reduce_dtype=torch.float32)
-    sharded = Sharded(ctx, subject, toy, units="root", mp_policy=policy)
-    loss = sharded.loss(0)
+    rank = on_rank(ctx, subject, f"{toy} root wide-reduced")
+    loss = rank.loss("0")
     with refusal.caught() as late:  # a refusal comes before
         loss.backward()
-    found = {} if late["error"] else sharded.local_gradients()
-    dtypes = {name: str(g.dtype) for name, g in found.items() if g is not None}
-    return late["error"], dtypes, sharded.gradients() if found else {}
+    if late["error"]:
+        return late["error"], {}, {}
+    dtypes = {name: str(p.grad.dtype) for name, p in rank.named() if p.grad is not None}
+    return "", dtypes, rank.gradients()
 
 
 @clause(
@@ -359,15 +360,14 @@ def test_gradients_of_two_dtypes_are_reduced_in_one(world, subject):
     It may be refused, by the forward: a backward has nobody to tell.
     """
     usual = (of_two_dtypes, subject, "even")
-    ranks = refusal.answer_or_refusal(world, of_two_dtypes, subject, "mixed", ordinary=usual)
+    ranks = refusal.answer_or_refusal(world, of_two_dtypes, subject, "two-dtypes", ordinary=usual)
     if ranks is None:
         return
     late, dtypes, gradients = zip(*ranks, strict=True)
     judge.equal(late, "", quantity="error of the backward")
-    plain = oracle.parameters("mixed", SEED)
-    wanted = {name: str(value.dtype) for name, value in plain.items()}
+    wanted = {name: str(p.dtype) for name, p in oracle.parameters("double", SEED).items()}
     judge.equal(dtypes, wanted, quantity="dtypes of gradients")
-    equivalence.mean_gradients(gradients, "mixed", SEED)
+    judge_gradients(gradients, subject, "two-dtypes root: backward 0")
 
 
 def with_and_without_recomputation(ctx, subject):

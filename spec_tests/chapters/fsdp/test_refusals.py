@@ -12,8 +12,15 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from spec_tests.chapters.fsdp.sharded import BOTH, FULLY_SHARD, SEED, Sharded, finish, shard
-from spec_tests.programs.laws import additions, equivalence, refusal
+from spec_tests.chapters.fsdp.sharded import (
+    BOTH,
+    FULLY_SHARD,
+    finish,
+    judge_gradients,
+    on_rank,
+    shard,
+)
+from spec_tests.programs.laws import additions, refusal
 from spec_tests.rig import judge
 from spec_tests.rig.clause import clauses
 
@@ -329,13 +336,14 @@ def _judge_unequal(world, subject, difference):
 
 def without_forward(ctx, subject, how):
     """The error of a backward that has no forward, and the gradients of the next clean step."""
-    sharded = Sharded(ctx, subject, "stack")
+    rank = on_rank(ctx, subject, "stack")
     with torch.set_grad_enabled(how != "no-grad"):
-        loss = sharded.loss(3)
+        loss = rank.loss("3")
     if how == "twice":
         loss.backward()
     said = error_of(loss.backward)
-    return said, sharded.gradients_after("zero_grad, backward 0")
+    rank.zero_grad("none")
+    return said, rank.backward("0")
 
 
 @clause(
@@ -349,7 +357,7 @@ def test_a_backward_without_its_forward_is_an_error_and_no_more(world, subject, 
     said, gradients = zip(*world.run(without_forward, subject, how), strict=True)
 
     refusal.on_all_ranks(said, given=f"after {how}")
-    equivalence.mean_gradients(gradients, "stack", SEED, absent_is_zero=True, given=f"after {how}")
+    judge_gradients(gradients, subject, "stack: backward 0", given=f"after {how}")
 
 
 def added_later(ctx, subject, addition):

@@ -9,18 +9,18 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 
 from spec_tests.chapters.fsdp.sharded import (
     FULLY_SHARD,
-    SEED,
-    Sharded,
-    having,
-    mean_gradients,
+    judge_gradients,
     numel,
+    on_rank,
+    recorded,
 )
-from spec_tests.programs.laws import equivalence, traffic
+from spec_tests.programs.calls import parsed
+from spec_tests.programs.law import same_as_alone, situations
+from spec_tests.programs.laws import traffic
 from spec_tests.rig import judge
 from spec_tests.rig.clause import clauses
 
@@ -32,29 +32,16 @@ clause = clauses(judges=FULLY_SHARD, level="production")
 )
 def test_reductions_that_need_not_be_finished_are_by_the_last_backward(world, subject):
     """After the last backward of a window, gradients MUST be the mean over all of it."""
-    calls = "last False, backward 0, backward 1, last True, backward 2"
-    mean_gradients(world, subject, "stack", calls)
+    same_as_alone(world, subject, "stack: early 0, early 1, backward 2")
 
 
-@clause(
-    "fsdp.accumulation.clears-what-is-under-way",
-    source="contract: setters, zero-grad; "
-    "FSDPModule.set_is_last_backward; torch.optim.Optimizer.zero_grad",
-)
-def test_zero_grad_reaches_a_reduction_that_is_not_finished(world, subject):
-    """Gradients from before `zero_grad` MUST NOT reappear, even with their reduction in flight."""
-    calls = "last False, backward 0, zero_grad, last True, backward 1"
-    mean_gradients(world, subject, "stack", calls)
-
-
-WINDOWS: dict[str, Any] = {
-    # the toy, its units, and how each micro-batch calls it
-    "kept": ("even", "children", ({}, {})),
-    "cleared": ("even", "children", ({}, {})),
-    "unused-in-last": ("branches", "layers", ({"use": "abc"}, {"use": "ab"})),
-    "one-shard": ("even", "children", ({}, {})),
-    "by-the-other-setter": ("even", "children", ({}, {})),
-    "again": ("even", "children", ({}, {})),
+WINDOWS = {
+    "kept": "even 2x2",
+    "cleared": "even 2x2",
+    "unused-in-last": "branches-in-turn layers 2x2",
+    "one-shard": "even replicas",
+    "by-the-other-setter": "even 2x2",
+    "again": "even 2x2",
 }
 
 
@@ -63,23 +50,19 @@ def over_replicas(ctx, subject, case):
 
     In the case `again` another such window, whose gradients are cleared, comes before.
     """
-    toy, units, uses = WINDOWS[case]
-    names = ("replicate", "shard")
-    sizes = (4, 1) if case == "one-shard" else (2, 2)
-    mesh = ctx.mesh(sizes, names)
-    sharded = Sharded(ctx, subject, toy, units=units, mesh=mesh)
+    rank = on_rank(ctx, subject, WINDOWS[case])
     for _ in range(1 + (case == "again")):
-        sharded.zero_grad()
+        rank.zero_grad("none")
         sent = 0
-        for micro, flags in enumerate(uses):
+        for micro in range(2):
             if case == "by-the-other-setter" and micro == 1:  # which switches both on
-                sharded.wrapped.set_requires_gradient_sync(True)
+                rank.wrapped.set_requires_gradient_sync(True)
             else:
-                sharded.wrapped.set_requires_all_reduce(micro == 1)
-            sent += traffic.reduced(traffic.together(*sharded.recorded(micro, **flags)))
+                rank.wrapped.set_requires_all_reduce(micro == 1)
+            sent += traffic.reduced(traffic.together(*recorded(ctx, rank, str(micro))))
             if case == "cleared" and micro == 0:
-                sharded.zero_grad()
-    return sent, sharded.gradients()
+                rank.zero_grad("none")
+    return sent, rank.gradients()
 
 
 @clause(
@@ -97,64 +80,22 @@ def test_replicas_are_averaged_once_per_window(world, subject, case):
     """
     sent, gradients = zip(*world.run(over_replicas, subject, case), strict=True)
 
-    toy, _, uses = WINDOWS[case]
-    equivalence.mean_gradients(
-        gradients,
-        toy,
-        SEED,
-        micros=(1,) if case == "cleared" else (0, 1),
-        flags=lambda rank, micro: uses[micro],
-    )
+    cleared = "zero_grad none, " if case == "cleared" else ""
+    situation = f"{WINDOWS[case]}: accumulate 0, {cleared}backward 1"
+    judge_gradients(gradients, subject, situation)
     whole = numel("even")
-    if toy == "even":
+    if case != "unused-in-last":
         window = whole if case == "one-shard" else 2 * whole + whole // 2
         judge.equal(sent, window, quantity="elements reduced in both backwards")
-
-
-def without_all_reduce(ctx, subject):
-    """Gradients of two micro-batches on a mesh of one dimension, where all-reduce is off."""
-    sharded = Sharded(ctx, subject, "even")
-    sharded.wrapped.set_requires_all_reduce(False)
-    sharded.backward(0)
-    sharded.backward(1)
-    return sharded.gradients()
-
-
-@clause(
-    "fsdp.accumulation.nothing-to-all-reduce",
-    source="contract: setters; "
-    "FSDPModule.set_requires_all_reduce: for HSDP; test_fully_shard_training",
-    worlds=(2,),
-)
-def test_without_replicas_there_is_no_all_reduce_to_leave_out(world, subject):
-    """On a mesh of one dimension gradients MUST be means, whatever is said of the all-reduce."""
-    ranks = world.run(without_all_reduce, subject)
-    equivalence.mean_gradients(ranks, "even", SEED, micros=(0, 1))
-
-
-def divided(ctx, subject, factor, mesh=None):
-    """Gradients of a step whose sums are divided by `factor`, on a mesh of these sizes."""
-    names = ("replicate", "shard")
-    options: dict[str, Any] = {}
-    if mesh is not None:
-        options["mesh"] = ctx.mesh(mesh, names)
-    sharded = Sharded(ctx, subject, "stack", **options)
-    for part in having(sharded.module, "set_gradient_divide_factor"):
-        part.set_gradient_divide_factor(factor)
-        # In float32 FSDP2 leaves the factor to the backend, and gloo knows none.
-        sums: Any = getattr(part, "set_force_sum_reduction_for_comms", None)
-        if sums is not None:
-            sums(True)
-    return sharded.gradients_after("backward 0")
 
 
 @clause(
     "fsdp.backward.divide-factor", source="contract: setters; FSDPModule.set_gradient_divide_factor"
 )
-@pytest.mark.parametrize("factor", [1.0, 4.0, 0.5])
-def test_sums_are_divided_by_the_factor(world, subject, factor):
+@situations({word: f"stack {word}: backward 0" for word in ("undivided", "by-four", "by-a-half")})
+def test_sums_are_divided_by_the_factor(world, subject, situation):
     """With a divide factor, gradients MUST be the sum over ranks divided by it alone."""
-    _judge_divided(world.run(divided, subject, factor), factor)
+    same_as_alone(world, subject, situation)
 
 
 @clause(
@@ -162,31 +103,24 @@ def test_sums_are_divided_by_the_factor(world, subject, factor):
     source="contract: setters; FSDPModule.set_gradient_divide_factor",
     worlds=(4,),
 )
-@pytest.mark.parametrize("mesh", [(2, 2), (4, 1)], ids=["2x2", "4x1"])
-def test_sums_over_replicas_are_divided_by_the_factor(world, subject, mesh):
+@situations({"2x2": "stack 2x2 by-two: backward 0", "4x1": "stack replicas by-two: backward 0"})
+def test_sums_over_replicas_are_divided_by_the_factor(world, subject, situation):
     """With a divide factor, the sum over shards and replicas MUST be divided by it alone.
 
     Also with one rank per shard group, where nothing is reduced over shards (pytorch pull request
     167178).
     """
-    _judge_divided(world.run(divided, subject, 2.0, mesh), 2.0)
-
-
-def _judge_divided(ranks, factor):
-    mean = equivalence.full_batch_gradients("stack", SEED, ranks=range(len(ranks)))
-    wanted = equivalence.scaled(mean, len(ranks) / factor)
-    wanted = {n: torch.zeros_like(ranks[0][n]) if g is None else g for n, g in wanted.items()}
-    judge.tensors(ranks, wanted, quantity=f"sum over ranks / {factor}")
+    same_as_alone(world, subject, situation)
 
 
 def without_weights(ctx, subject):
     """What a step gathers with unshard-in-backward off for an embedding, and gradients."""
-    sharded = Sharded(ctx, subject, "even", reshard_after_forward=True)
-    embed: Any = sharded.module.embed
+    rank = on_rank(ctx, subject, "even freed")
+    embed: Any = rank.module.embed
     embed.set_unshard_in_backward(False)
-    sharded.backward(1)
-    sent = traffic.together(*sharded.recorded(0))
-    return traffic.gathered(sent, ctx.world_size), sharded.gradients()
+    rank.backward("1")
+    sent = traffic.together(*recorded(ctx, rank, "0"))
+    return traffic.gathered(sent, ctx.world_size), rank.gradients()
 
 
 @clause(
@@ -202,7 +136,7 @@ def test_a_unit_that_needs_no_weights_in_backward_is_not_gathered_there(world, s
 
     expected = 2 * numel("even") - numel("even", "embed")
     judge.equal(gathered, expected, quantity="elements gathered in forward and backward")
-    equivalence.mean_gradients(gradients, "even", SEED, micros=(0, 1))
+    judge_gradients(gradients, subject, "even: accumulate 1, backward 0")
 
 
 LESS = {
@@ -216,15 +150,15 @@ LESS = {
 
 def switched_off(ctx, subject, setter, **recurse):
     """What two passes send, the first with a setting that the outermost unit is told."""
-    sharded = Sharded(ctx, subject, "even", reshard_after_forward=True)
-    sharded.follow("backward 5, zero_grad")
-    change: Any = getattr(sharded.wrapped, setter)
+    rank = on_rank(ctx, subject, "even freed")
+    rank.follow(parsed("backward 5, zero_grad none"))
+    change: Any = getattr(rank.wrapped, setter)
     change(False, **recurse)
-    first = traffic.together(*sharded.recorded(0))
+    first = traffic.together(*recorded(ctx, rank, "0"))
     change(True, **recurse)
-    second = traffic.together(*sharded.recorded(1))
+    second = traffic.together(*recorded(ctx, rank, "1"))
     gathered = [traffic.gathered(log, ctx.world_size) for log in (first, second)]
-    return [gathered[0], traffic.reduced(first), gathered[1]], sharded.gradients()
+    return [gathered[0], traffic.reduced(first), gathered[1]], rank.gradients()
 
 
 @clause(
@@ -253,7 +187,7 @@ def _judge_switched(ranks, setter, *changed):
     expected = [whole * number - part * less for number, less in copies]
     what = "elements gathered in a pass, reduced in it, and gathered in the next pass"
     judge.equal(sent, expected, quantity=what)
-    equivalence.mean_gradients(gradients, "even", SEED, micros=(0, 1))
+    judge_gradients(gradients, "fully_shard", "even: accumulate 0, backward 1")
 
 
 def along_columns(ctx, subject):

@@ -20,7 +20,17 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from spec_tests.chapters.fsdp.sharded import FULLY_SHARD, Sharded, numel, shard, units_of
+from spec_tests.chapters.fsdp.sharded import (
+    FULLY_SHARD,
+    loss_of,
+    numel,
+    on_rank,
+    recorded,
+    shard,
+    sharded_toy,
+    units_of,
+)
+from spec_tests.programs.calls import parsed
 from spec_tests.programs.laws import agreement, footprint, large_worlds, refusal, traffic
 from spec_tests.rig import judge
 from spec_tests.rig.clause import clauses
@@ -34,17 +44,26 @@ STAGES = "Rajbhandari et al. 2020, section 7; test_fully_shard_comm"
 
 def steps_sent(ctx, subject, toy, reshard_after_forward, keeps=False, flags=(True,), steps=3):
     """What the passes of every step send, and its update."""
-    sharded = Sharded(ctx, subject, toy, reshard_after_forward=reshard_after_forward)
+    model = sharded_toy(ctx, subject, toy, reshard_after_forward=reshard_after_forward)
+    optimizer = torch.optim.SGD(model.parameters(), lr=2.0**-16, foreach=False)
+    told: dict[str, bool] = {}
     found = []
+
+    def tell(setter, flag):
+        """Nothing is called where that is so already."""
+        if told.get(setter, True) != flag:
+            getattr(model, setter)(flag)
+        told[setter] = flag
+
     for _ in range(steps):
         with ctx.recording() as passes:
             for micro, is_reduced in enumerate(flags):
-                sharded.synchronise(is_reduced)
-                sharded.keep(keeps and micro < len(flags) - 1)
-                sharded.loss(micro).backward()
+                tell("set_requires_gradient_sync", is_reduced)
+                tell("set_reshard_after_backward", not keeps or micro == len(flags) - 1)
+                loss_of(ctx, model, toy, micro).backward()
         with ctx.recording() as update:
-            sharded.optimizer.step()
-            sharded.optimizer.zero_grad()
+            optimizer.step()
+            optimizer.zero_grad()
         found.append({"passes": passes.log(), "update": update.log()})
     return found
 
@@ -119,10 +138,10 @@ def test_a_window_sends_as_often_as_its_settings_say(world, subject, keeps, redu
 
 def half_frozen(ctx, subject):
     """What a step gathers and reduces with some parameters frozen."""
-    sharded = Sharded(ctx, subject, "even", units="root")
-    for name, parameter in sharded.shards().items():
+    rank = on_rank(ctx, subject, "even root")
+    for name, parameter in rank.named():
         parameter.requires_grad_(name not in ("up.bias", "down.weight"))
-    sent = traffic.together(*sharded.recorded())
+    sent = traffic.together(*recorded(ctx, rank, "0"))
     return traffic.gathered(sent, ctx.world_size), traffic.reduced(sent)
 
 
@@ -201,11 +220,11 @@ def test_an_update_sends_nothing(world, subject):
 
 def gathered_by_hand(ctx, subject):
     """What a second unshard sends, and a forward after it."""
-    sharded = Sharded(ctx, subject, "even", reshard_after_forward=False)
+    rank = on_rank(ctx, subject, "even held")
     with ctx.recording() as first:
-        sharded.unshard_all()
+        rank.follow(parsed("unshard now"))
     with ctx.recording() as second:
-        sharded.follow("unshard_all, forward 0")
+        rank.follow(parsed("unshard now, forward 0"))
     return [traffic.gathered(recorder.log(), ctx.world_size) for recorder in (first, second)]
 
 
@@ -296,12 +315,12 @@ def test_a_step_sends_no_more_on_many_ranks(world, subject, num_ranks):
 
 def sent_by_a_late_wait(ctx, subject):
     """What waiting for a gather sends, and leaves, once the unit was freed again."""
-    sharded = Sharded(ctx, subject, "even")
-    handle = sharded.wrapped.unshard(async_op=True)
-    sharded.wrapped.reshard()
+    model = sharded_toy(ctx, subject, "even")
+    handle = model.unshard(async_op=True)
+    model.reshard()
     with ctx.recording() as recorder:
         handle.wait()
-    kinds = sorted({type(p).__name__ for p in sharded.wrapped.parameters()})
+    kinds = sorted({type(p).__name__ for p in model.parameters()})
     return traffic.gathered(recorder.log(), ctx.world_size), kinds
 
 

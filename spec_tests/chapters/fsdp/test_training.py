@@ -16,7 +16,17 @@ from typing import Any
 import pytest
 import torch
 
-from spec_tests.chapters.fsdp.sharded import BOTH, FULLY_SHARD, RATE, SEED, Sharded
+from spec_tests.chapters.fsdp.sharded import (
+    BOTH,
+    FULLY_SHARD,
+    SEED,
+    finish,
+    full_parameters,
+    loss_of,
+    on_rank,
+    sharded_toy,
+)
+from spec_tests.programs.calls import parsed
 from spec_tests.programs.laws import equivalence, refusal
 from spec_tests.rig import judge
 from spec_tests.rig.clause import clauses
@@ -27,20 +37,23 @@ from spec_tests.rig.toys import TOYS
 clause = clauses(judges=BOTH, level="correct")
 
 STEPS = 4
+RATE = 2.0**-16
+"""Weights move by ten times what rounding may move them, or more."""
 DECAY = 2.0**8
 """Times the rate: a 256th of a weight in each step."""
 
 
 def trained(ctx, subject, toy, seed, steps, decay=0.0):
     """Full weights after training with momentum on this rank's share of every batch."""
-    sharded = Sharded(ctx, subject, toy, seed)
+    model = sharded_toy(ctx, subject, toy, seed)
     settings = {"lr": RATE, "momentum": 0.9, "weight_decay": decay, "foreach": False}
-    optimizer = torch.optim.SGD(sharded.wrapped.parameters(), **settings)
+    optimizer = torch.optim.SGD(model.parameters(), **settings)
     for step in range(steps):
         optimizer.zero_grad()
-        sharded.backward(step)
+        loss_of(ctx, model, toy, step, seed).backward()
+        finish(ctx, subject, model)
         optimizer.step()
-    return sharded.full()
+    return full_parameters(ctx, model, [*oracle.parameters(toy, seed)])
 
 
 def _judge_training(ranks, size, toy, seed, decay=0.0):
@@ -80,21 +93,23 @@ def test_training_any_model_in_shards_equals_training_on_the_whole(world, subjec
         _judge_training(ranks, world.size, toy, 8, DECAY)
 
 
-def identities(ctx, subject, seed):
+def identities(ctx, subject):
     """Which Parameter objects there are at the start, and whether they are so after each phase."""
-    sharded = Sharded(ctx, subject, "even", seed)
-    start = sharded.shards()
-    held = {id(p) for group in sharded.optimizer.param_groups for p in group["params"]}
+    rank = on_rank(ctx, subject, "even")
+    start, (optimizer,) = dict(rank.module.named_parameters()), rank.optimizers
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     found = {"in the optimizer": sorted(n for n, p in start.items() if id(p) not in held)}
+
+    def others():
+        return [n for n, p in rank.module.named_parameters() if p is not start[n]]
+
     for step in range(2):
-        sharded.backward(step)
-        found[f"after backward {step}"] = [
-            n for n, p in sharded.shards().items() if p is not start[n]
-        ]
+        rank.backward(str(step))
+        found[f"after backward {step}"] = others()
         found[f"with a gradient {step}"] = [n for n, p in start.items() if p.grad is None]
-        sharded.optimizer.step()
-        sharded.optimizer.zero_grad()
-        found[f"after step {step}"] = [n for n, p in sharded.shards().items() if p is not start[n]]
+        optimizer.step()
+        optimizer.zero_grad()
+        found[f"after step {step}"] = others()
     return found
 
 
@@ -108,7 +123,7 @@ def test_the_optimizer_keeps_the_objects_that_it_was_given(world, subject):
 
     Objects made anew in each pass leave the optimizer with ones that nothing reaches any more.
     """
-    ranks = world.run(identities, subject, 7)
+    ranks = world.run(identities, subject)
 
     for rank, found in enumerate(ranks):
         for phase, names in found.items():
@@ -119,18 +134,18 @@ def test_the_optimizer_keeps_the_objects_that_it_was_given(world, subject):
             )
 
 
-def history(ctx, subject, seed):
+def history(ctx, subject):
     """Full weights after steps of AdamW in float32 on real-valued data."""
-    sharded = Sharded(ctx, subject, "even", seed)
-    optimizer = torch.optim.AdamW(sharded.wrapped.parameters(), lr=1e-2, foreach=False)
+    model = sharded_toy(ctx, subject, "even")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
     generator = torch.Generator().manual_seed(1000 + ctx.rank)
     for _ in range(STEPS):
         optimizer.zero_grad()
         batch = torch.randn(3, 6, generator=generator).to(ctx.device).clamp(-5, 5)
-        sharded.wrapped(batch).square().mean().backward()
-        sharded.finish()
+        model(batch).square().mean().backward()
+        finish(ctx, subject, model)
         optimizer.step()
-    return sharded.full()
+    return full_parameters(ctx, model, [*oracle.parameters("even", SEED)])
 
 
 @clause(
@@ -140,8 +155,8 @@ def history(ctx, subject, seed):
 )
 def test_the_same_run_twice_gives_the_same_bits(world, subject):
     """Two equal runs MUST end with equal bits, on all ranks: no race decides a result."""
-    first = world.run(history, subject, 7)
-    second = world.run(history, subject, 7)
+    first = world.run(history, subject)
+    second = world.run(history, subject)
 
     judge.same_on_all_ranks(first, quantity="full weight", given="float32, AdamW")
     judge.tensors(second, first, quantity="weight of the first run", given="float32, AdamW")
@@ -154,10 +169,10 @@ def at_a_moment(ctx, subject, calls):
     """Keys of the state dict, entries that are not sharded, and its values put together."""
     from torch.distributed.tensor import DTensor
 
-    sharded = Sharded(ctx, subject, "stack")
-    sharded.follow(calls)
-    state: dict[str, Any] = sharded.wrapped.state_dict()
-    names = dict(sharded.module.named_buffers())
+    rank = on_rank(ctx, subject, "stack")
+    rank.follow(parsed(calls))
+    state: dict[str, Any] = rank.wrapped.state_dict()
+    names = dict(rank.module.named_buffers())
     whole = sorted(n for n, v in state.items() if n not in names and type(v) is not DTensor)
     values = {n: v.full_tensor() if isinstance(v, DTensor) else v for n, v in state.items()}
     return list(state), whole, {name: value.clone() for name, value in values.items()}
@@ -166,7 +181,7 @@ def at_a_moment(ctx, subject, calls):
 MOMENTS = {
     "at-once": "",
     "after-evaluation": "evaluate 0",
-    "unsharded-by-hand": "unshard_all",
+    "unsharded-by-hand": "unshard now",
 }
 
 
@@ -190,16 +205,15 @@ def test_a_state_dict_is_sharded_whatever_came_before(world, subject, moment):
 
 def carried_over(ctx, subject, toy):
     """Missing keys, weights and outputs of a model that had a step, and of one that loaded them."""
-    first = Sharded(ctx, subject, toy)
-    first.backward(0)
-    first.optimizer.step()
+    first, second = on_rank(ctx, subject, toy), on_rank(ctx, subject, toy)
+    first.backward("0")
+    first.optimizers[0].step()
     state = {name: value.clone() for name, value in first.wrapped.state_dict().items()}
-    second = Sharded(ctx, subject, toy, SEED + 1)
-    second.evaluate(0)
+    second.write("parameters")  # to other values
+    second.evaluate("0")
     missing = second.wrapped.load_state_dict(state, strict=True)
-    first.zero_grad()
-    weights = first.full(), second.full()
-    outputs = [{"output": each.wrapped(first.batch(3)).detach()} for each in (first, second)]
+    weights = [full_parameters(ctx, each.wrapped, each.names) for each in (first, second)]
+    outputs = [{"output": each.output("3").detach()} for each in (first, second)]
     return [*missing.missing_keys, *missing.unexpected_keys], weights, outputs
 
 

@@ -7,7 +7,6 @@ weight, a norm, a gradient that was there before.
 
 from __future__ import annotations
 
-from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -17,16 +16,15 @@ from torch import nn
 from spec_tests.chapters.fsdp.sharded import (
     SEED,
     WHOLE,
-    Sharded,
     finish,
-    gradients_after,
-    gradients_sent,
     kind_of,
-    mean_gradients,
     numel,
     of_integers,
+    on_rank,
 )
 from spec_tests.chapters.fsdp.test_precision import HALF, constant, embedding
+from spec_tests.programs.calls import parsed
+from spec_tests.programs.law import same_as_alone, situations
 from spec_tests.programs.laws import equivalence, footprint, refusal, traffic
 from spec_tests.rig import judge
 from spec_tests.rig.clause import clauses
@@ -44,36 +42,20 @@ ROWS = 480
     source="contract: frozen; `nn.Parameter(shard)` trains",
     worlds=(2, 3),
 )
-@pytest.mark.parametrize(
-    "frozen", [("embed.weight",), ("down.weight", "gain")], ids=["first", "last"]
-)
-def test_frozen_weights_of_a_whole_model_stay_frozen(world, subject, frozen):
+@situations({n: f"even not-the-{n}: backward 0" for n in ("ends", "middle")})
+def test_frozen_weights_of_a_whole_model_stay_frozen(world, subject, situation):
     """Frozen weights of a whole model MUST stay frozen, or be refused; the others get the mean.
 
     A Parameter made of the shard trains, whatever the weight was.
     """
-    expected = equivalence.full_batch_gradients("even", SEED, ranks=range(world.size))
-    trained = Hint("frozen weights are trained: Parameters made anew require gradients", expected)
-    ranks = refusal.answer_or_refusal(
-        world, gradients_after, subject, "even", SEED, "backward 0", frozen=frozen
-    )
-
-    if ranks is not None:
-        built = oracle.parameters("even", SEED)
-        judge.tensors(
-            ranks,
-            expected | {name: torch.zeros_like(built[name]) for name in frozen},
-            quantity="mean gradient",
-            hints=[trained],
-            given=f"frozen {frozen}",
-        )
+    same_as_alone(world, subject, situation)
 
 
 def rest_of_a_whole_model(ctx, subject):
     """Kind and value of the parameter that belongs to no layer, and its gradient."""
-    sharded = Sharded(ctx, subject, "even")
-    sharded.backward()
-    named: dict[str, Any] = dict(sharded.wrapped.named_parameters())
+    rank = on_rank(ctx, subject, "even")
+    rank.backward("0")
+    named: dict[str, Any] = dict(rank.wrapped.named_parameters())
     found = [p for name, p in named.items() if name.rpartition(".")[2] == "gain"]
     if len(found) != 1:
         return f"none, only {[*named]}", {}, {}
@@ -138,38 +120,34 @@ def deep():
     return of_integers(nn.Sequential(nn.Linear(4, 4), nn.Sequential(Gain()), PositionEmbedding()))
 
 
-def batch_of(rank, step=0):
+def batch_of(rank):
     """Small integers of this rank."""
-    return torch.arange(8.0).reshape(2, 4) + rank - step
+    return torch.arange(8.0).reshape(2, 4) + rank
 
 
-def rest_below(ctx, subject, name, thaws=False):
-    """Kind and gradient of a parameter of no layer, at first frozen and thawed after a step."""
+def rest_below(ctx, subject, name):
+    """Kind and gradient of a parameter of no layer."""
     module = deep().to(ctx.device)
-    shape = module.get_parameter(name).requires_grad_(not thaws).shape
+    shape = module.get_parameter(name).shape
     model = ctx.impl.fsdp(module)
-    for step in range(1 + thaws):
-        named = dict(model.named_parameters())
-        found = [p for n, p in named.items() if f".{n}".endswith(f".{name}")]
-        if not found:
-            return f"none of that name, only {[*named]}", {}
-        found[0].requires_grad_(step > 0 or not thaws)
-        model.zero_grad()
-        output = model(batch_of(ctx.rank, step).to(ctx.device))
-        (ctx.world_size * sum_of_squares(output)).backward()
-        ctx.impl.finish_gradient_synchronization(model)
+    named = dict(model.named_parameters())
+    found = [p for n, p in named.items() if f".{n}".endswith(f".{name}")]
+    if not found:
+        return f"none of that name, only {[*named]}", {}
+    (ctx.world_size * sum_of_squares(model(batch_of(ctx.rank).to(ctx.device)))).backward()
+    ctx.impl.finish_gradient_synchronization(model)
     kind = kind_of(found[0], shape)
     return kind, {name: found[0].grad} if kind == WHOLE else {}
 
 
-def _judge_rest(ranks, name, step=0):
+def _judge_rest(ranks, name):
     __tracebackhide__ = True
     kinds, gradients = zip(*ranks, strict=True)
     judge.equal(kinds, WHOLE, quantity=f"kind of {name!r}")
     own = []
     for rank in range(len(ranks)):
         plain = deep()
-        sum_of_squares(plain(batch_of(rank, step))).backward()
+        sum_of_squares(plain(batch_of(rank))).backward()
         own.append({name: plain.get_parameter(name).grad})
     mean = {name: sum(each[name] for each in own)}
     local = [equivalence.scaled(each, len(ranks)) for each in own]
@@ -206,11 +184,11 @@ def test_a_class_that_is_only_named_like_a_layer_is_none(world, subject):
 )
 def test_what_is_no_layer_is_averaged_when_it_is_thawed(world, subject):
     """A parameter of no layer that is thawed MUST get the mean gradient, or be refused."""
-    ordinary = (rest_below, subject, "1.0.gain")
-    ranks = refusal.answer_or_refusal(world, *ordinary, thaws=True, ordinary=ordinary)
-
-    if ranks is not None:
-        _judge_rest(ranks, "1.0.gain", step=1)
+    same_as_alone(
+        world,
+        subject,
+        "even not-the-first: backward 0, zero_grad none, thaw 0, backward 1",
+    )
 
 
 @clause("fsdp.accumulation.of-a-whole-model", source="contract: adds-up")
@@ -219,7 +197,7 @@ def test_gradients_of_a_whole_model_add_up_until_they_are_cleared(world, subject
 
     Code that sets the shard's gradient where it ought to add trains on the last micro-batch alone.
     """
-    mean_gradients(world, subject, "even", "backward 0, backward 1", may_refuse=True)
+    same_as_alone(world, subject, "even: backward 0, backward 1")
 
 
 @clause(
@@ -228,29 +206,7 @@ def test_gradients_of_a_whole_model_add_up_until_they_are_cleared(world, subject
 )
 def test_two_backwards_of_a_whole_model_and_one_finish_add_up(world, subject):
     """Two backwards of a whole model and one finish MUST give the mean of both, or be an error."""
-    calls = "unfinished 0, unfinished 1, finish"
-    mean_gradients(world, subject, "even", calls, may_refuse=True)
-
-
-def sent_inside(ctx, subject):
-    """Elements that one micro-batch inside `no_sync` reduces."""
-    sharded = Sharded(ctx, subject, "even")
-    with ctx.recording() as recorder, ctx.impl.no_sync(sharded.wrapped):
-        sharded.loss(0).backward()
-    return gradients_sent(recorder.log(), "even")
-
-
-def without_sending(ctx, subject):
-    """Elements that micro-batches inside `no_sync` reduce, and gradients of the whole window."""
-    sharded = Sharded(ctx, subject, "even")
-    with suppress(ArithmeticError), ctx.impl.no_sync(sharded.wrapped):
-        raise ArithmeticError
-    with ctx.recording() as recorder, ctx.impl.no_sync(sharded.wrapped):
-        with ctx.impl.no_sync(sharded.wrapped):
-            sharded.loss(0).backward()
-        sharded.loss(1).backward()
-    sent = gradients_sent(recorder.log(), "even")
-    return sent, sharded.gradients_after("backward 2")
+    same_as_alone(world, subject, "even: several 0 1")
 
 
 @clause(
@@ -265,15 +221,9 @@ def test_a_whole_model_sends_no_gradient_inside_no_sync(world, subject):
 
     Leaving an inner `no_sync` does not end the outer one; an exception ends one as well.
     """
-    usual = (gradients_after, subject, "even", SEED, "backward 0")
-    alone = refusal.answer_or_refusal(world, sent_inside, subject, ordinary=usual)
-    if alone is not None:  # what refuses the second micro-batch has sent nothing of the first
-        judge.equal(alone, 0, quantity="elements reduced inside no_sync")
-    ranks = refusal.answer_or_refusal(world, without_sending, subject, ordinary=usual)
-    if ranks is not None:
-        sent, gradients = zip(*ranks, strict=True)
-        equivalence.mean_gradients(gradients, "even", SEED, micros=(0, 1, 2))
-        judge.equal(sent, 0, quantity="elements reduced inside no_sync")
+    # Of what refuses the second micro-batch the first is judged as well.
+    same_as_alone(world, subject, "even: locally 0", looks=("sent",), values=False)
+    same_as_alone(world, subject, "even: leave, nested 0 1, backward 2")
 
 
 @clause(
@@ -283,7 +233,7 @@ def test_a_whole_model_sends_no_gradient_inside_no_sync(world, subject):
 )
 def test_a_whole_model_in_evaluation_mode_gets_mean_gradients(world, subject):
     """Of a whole model in evaluation mode gradients MUST be means as well."""
-    mean_gradients(world, subject, "even", "evaluation_mode, backward 5, zero_grad, backward 0")
+    same_as_alone(world, subject, "even evaluating: backward 5, zero_grad none, backward 0")
 
 
 @clause(
@@ -292,10 +242,7 @@ def test_a_whole_model_in_evaluation_mode_gets_mean_gradients(world, subject):
 )
 def test_a_second_finish_of_a_whole_model_changes_nothing(world, subject):
     """A second `finish_gradient_synchronization` MUST NOT change what the next update uses."""
-    once = equivalence.full_batch_gradients("even", SEED, ranks=range(world.size))
-    divided = equivalence.scaled(once, 1 / world.size)
-    again = Hint("divided by the world size once more", divided)
-    mean_gradients(world, subject, "even", "backward 0, finish", hints=[again])
+    same_as_alone(world, subject, "even: backward 0, finish")
 
 
 class Projection(nn.Linear):
@@ -377,10 +324,11 @@ def _is_divided(ranks, given, likely):
 
 def one_step(ctx, subject):
     """What forward, backward and finish of a second step send."""
-    sharded = Sharded(ctx, subject, "even")
-    sharded.follow("backward 1, zero_grad")
+    rank = on_rank(ctx, subject, "even")
+    rank.follow(parsed("backward 1, zero_grad none"))
     with ctx.recording() as recorder:
-        sharded.backward(0)
+        rank.loss("0").backward()
+        rank.finish_backward()
     return recorder.log()
 
 

@@ -79,7 +79,7 @@ MODULE.near_miss(
 
 UNIT.near_miss(
     "fsdp.holds-back-for-no-replica",
-    "fsdp.accumulation.nothing-to-all-reduce",
+    "fsdp.programs.any-production-situation",
     "- return not self.all_reduces and self.mesh.replica_group is not None",
     "+ return not self.all_reduces",
     does="Keeps reduced gradients back for an all-reduce that the mesh has no replicas for.",

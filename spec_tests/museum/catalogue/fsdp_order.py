@@ -184,7 +184,7 @@ FSDP.near_miss(
 )
 
 
-@near_miss("fsdp.finishes-late", rejected_by="fsdp.accumulation.clears-what-is-under-way")
+@near_miss("fsdp.finishes-late", rejected_by="fsdp.programs.any-production-situation")
 class FinishesLate(PlainFsdp):
     """Adds what was under way to the gradients of the last backward, cleared or not.
 

@@ -1,14 +1,12 @@
 """Equivalence: many ranks, each with a part of the batch, do what one process does with all of it.
 
-The law takes *how the batch is laid out*: which rank computes which micro-batch, with which flags.
-The same law therefore serves replicas, shards and any mesh of the two.
+For bodies of which a clause needs more than a situation says, and for weights after training.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -18,28 +16,14 @@ from spec_tests.rig.judge.symptoms import Hint
 from spec_tests.rig.judge.tolerance import Tolerance
 from spec_tests.rig.toys import TOYS
 
-Flags = Callable[[int, int], dict[str, Any]]
-
-
-def _no_flags(rank: int, micro: int) -> dict[str, Any]:
-    return {}
-
 
 def full_batch_gradients(
-    toy: str,
-    seed: int,
-    *,
-    ranks: Sequence[int],
-    micros: Sequence[int] = (0,),
-    flags: Flags = _no_flags,
+    toy: str, seed: int, *, ranks: Sequence[int], micros: Sequence[int] = (0,)
 ) -> oracle.Gradients:
     """Gradients of the summed loss over the micro-batches of all `ranks`, in one process."""
     places = [(rank, micro) for rank in ranks for micro in micros]
     return oracle.gradients(
-        toy,
-        seed,
-        [TOYS[toy].batch(seed, rank=rank, micro=micro) for rank, micro in places],
-        [flags(rank, micro) for rank, micro in places],
+        toy, seed, [TOYS[toy].batch(seed, rank=rank, micro=micro) for rank, micro in places]
     )
 
 
@@ -54,10 +38,6 @@ def mean_gradients(
     seed: int,
     *,
     micros: Sequence[int] = (0,),
-    flags: Flags = _no_flags,
-    absent_is_zero: bool = False,
-    within: Tolerance | None = None,
-    hints: Sequence[Hint] = (),
     given: str = "",
 ) -> None:
     """Every rank must hold the mean over ranks of `W * loss`: the gradient of the full batch.
@@ -65,23 +45,30 @@ def mean_gradients(
     Args:
         observed: `.grad` by name, one mapping per rank.
         micros: the micro-batches that each rank computed since zero_grad.
-        flags: keyword arguments of the model for a rank and micro-batch.
-        absent_is_zero: a parameter that nobody used may hold zeros in place of None.
     """
     __tracebackhide__ = True
     size = len(observed)
-    assert within or size * size * len(micros) <= TOYS[toy].reach, "no exact sums any more"
-    expected = full_batch_gradients(toy, seed, ranks=range(size), micros=micros, flags=flags)
-    if absent_is_zero:
-        like = oracle.parameters(toy, seed)
-        expected = dict(oracle.zeros_for_none(expected, like))
-        observed = [dict(oracle.zeros_for_none(seen, like)) for seen in observed]
+    assert size * size * len(micros) <= TOYS[toy].reach, "no exact sums any more"
+    mean = full_batch_gradients(toy, seed, ranks=range(size), micros=micros)
+
+    def local() -> list[oracle.Gradients]:
+        own = [full_batch_gradients(toy, seed, ranks=[r], micros=micros) for r in range(size)]
+        return [scaled(gradients, size) for gradients in own]
+
+    def mean_and_local() -> list[oracle.Gradients]:
+        return [added(mean, own) for own in local()]
+
     judge.tensors(
         observed,
-        expected,
+        mean,
         quantity="mean gradient",
-        within=within,
-        hints=[*hints, *_usual_suspects(toy, seed, size, micros, flags)],
+        hints=[
+            Hint("the rank's own local gradient: it was never reduced", local),
+            Hint(
+                "the mean was added to the rank's own gradient, which it should replace",
+                mean_and_local,
+            ),
+        ],
         given=", ".join(filter(None, [f"toy {toy!r}, seed {seed}", given])),
     )
 
@@ -126,43 +113,6 @@ def trained_weights(
         ],
         given=f"toy {toy!r}, seed {seed}, {steps} steps of SGD with momentum",
     )
-
-
-def _usual_suspects(
-    toy: str, seed: int, size: int, micros: Sequence[int], flags: Flags
-) -> list[Hint]:
-    def of(ranks: Sequence[int], which: Sequence[int], factor: float) -> oracle.Gradients:
-        found = full_batch_gradients(toy, seed, ranks=ranks, micros=which, flags=flags)
-        return scaled(found, factor)
-
-    everyone = range(size)
-
-    def local() -> list[oracle.Gradients]:
-        return [of([rank], micros, size) for rank in everyone]
-
-    def last() -> oracle.Gradients:
-        return of(everyone, micros[-1:], 1.0)
-
-    def mean_and_local() -> list[oracle.Gradients]:
-        return [added(of(everyone, micros, 1.0), of([rank], micros, size)) for rank in everyone]
-
-    def last_and_local() -> list[oracle.Gradients]:
-        return [added(last(), of([rank], micros[:-1], size)) for rank in everyone]
-
-    hints = []
-    if size > 1:
-        hints.append(Hint("the rank's own local gradient: it was never reduced", local))
-        meaning = "the mean was added to the rank's own gradient, which it should replace"
-        hints.append(Hint(meaning, mean_and_local))
-    if len(micros) > 1:
-        hints.append(Hint("the last micro-batch alone: the earlier ones were lost", last))
-        twice = ", or by the world size twice" if len(micros) == size else ""
-        divided = f"divided by the number of micro-batches{twice}"
-        hints.append(Hint(divided, lambda: of(everyone, micros, 1.0 / len(micros))))
-        hints.append(
-            Hint("the last micro-batch was reduced, the earlier ones stayed local", last_and_local)
-        )
-    return hints
 
 
 def added(one: oracle.Gradients, other: oracle.Gradients) -> oracle.Gradients:

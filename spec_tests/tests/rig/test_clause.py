@@ -9,6 +9,7 @@ import pytest
 from spec_tests import museum
 from spec_tests.contract import FUNCTIONS
 from spec_tests.contract.promises import PROMISES, Promise, promises_of, qualified, read
+from spec_tests.programs import seeds
 from spec_tests.rig import ledger
 from spec_tests.rig.clause import REGISTER, Clause, clause, clause_of, clauses
 from spec_tests.rig.outcomes import LEVELS, Strength
@@ -156,7 +157,8 @@ def test_every_clause_has_either_an_impostor_or_a_reason_why_not():
 
 def test_the_ledger_is_fresh():
     teeth = {**museum.rejected_by(), **told_by()}
-    text = ledger.render(ledger.load_all(), teeth, norms())
+    formerly = seeds.formerly_clauses(seeds.load())
+    text = ledger.render(ledger.load_all(), teeth, norms(), formerly)
     assert ledger.PATH.read_text() == text, "run `python -m spec_tests ledger`"
 
 

@@ -88,6 +88,8 @@ TELLS = {
     "one-replica": "replicas: backward 0",
     "one-optimizer": "two: backward 0, step",
     "not-thawed": "freeze 1, backward 0",
+    "frozen-trains": "not-the-first: backward 0",
+    "unreduced-never-cleared": "accumulate 0, zero_grad none, backward 1",
     "own-buffers": "counting: backward 0, step, backward 1",
     "buffers-in-no-sync": "replacing: backward 0, accumulate 1, backward 2",
     "divided-by-world": "apart: backward 0",
@@ -196,6 +198,13 @@ def test_a_seed_that_is_appended_is_read_again(tmp_path):
     seed = seeds.Seed("ddp", "mlp: backward 0, step", 'a "quoted" source', 3)
     seeds.append(tmp_path / "mine.toml", seed)
     assert seeds.load(tmp_path / "mine.toml") == (seed,)
+
+
+def test_a_seed_that_was_a_clause_is_listed():
+    seed = seeds.Seed("ddp", "mlp: backward 0", "a source", formerly="ddp.former.clause")
+    assert seeds.formerly_clauses([seed, seeds.Seed("ddp", "mlp: backward 1", "another")]) == {
+        "ddp.former.clause": "`mlp: backward 0` of `ddp` on 2 ranks; a source"
+    }
 
 
 def test_a_seed_that_is_not_legal_is_refused(tmp_path):
