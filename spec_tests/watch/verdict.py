@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from spec_tests.rig.report.text import several
 from spec_tests.watch import compare
 from spec_tests.watch.norm import NORMS, Finding, is_must
 from spec_tests.watch.run import Run
@@ -64,7 +65,7 @@ _FOLLOWS = {
     "watch.loss.token-counts": (),
     "watch.schedule.per-update": (),
 }
-_ORDER = list(_FOLLOWS)
+ORDER = list(_FOLLOWS)
 # What the other ranks of one that raised are seen to do; some seconds before, where it hung first.
 _AT_THE_END = ("watch.collectives.match", "watch.run.goes-on", "watch.steps.as-many")
 # NaN is unequal to itself, in bytes too, and whatever it is multiplied by.
@@ -117,7 +118,7 @@ def causes_of(findings: Sequence[Finding]) -> list[Cause]:
         if kept.is_advice and not finding.is_advice:
             first[finding.norm] = finding
         times.setdefault(finding.norm, set()).add(finding.step)
-    causes = {id: Cause(first[id], [], len(times[id])) for id in _ORDER if id in first}
+    causes = {id: Cause(first[id], [], len(times[id])) for id in ORDER if id in first}
     explained = set()
     for id in causes:
         cause = next((other for other in causes if _explains(first[other], first[id])), None)
@@ -134,7 +135,7 @@ def _explains(cause: Finding, effect: Finding) -> bool:
         return not effect.is_first and effect.norm in _AT_THE_END and cause.at - 3 < effect.at
     if cause.norm == "watch.numbers.finite" and effect.norm in _OF_NUMBERS:
         return cause.step <= effect.step and (is_must(cause) or not is_must(effect))
-    is_above = _ORDER.index(cause.norm) < _ORDER.index(effect.norm)
+    is_above = ORDER.index(cause.norm) < ORDER.index(effect.norm)
     is_early = not effect.step or cause.step <= effect.step
     weighs = is_must(cause) or not is_must(effect)
     return is_above and is_early and weighs and cause.norm.startswith(_FOLLOWS[effect.norm])
@@ -145,8 +146,7 @@ def render(verdict: Verdict) -> str:
     lines = []
     musts = [c for c in verdict.causes if is_must(c.finding)]
     advice = len(verdict.causes) - len(musts)
-    seen = f"{verdict.steps} step{'s' * (verdict.steps != 1)}"
-    seen += f" of {verdict.ranks} rank{'s' * (verdict.ranks != 1)}{verdict.replayed}"
+    seen = f"{several(verdict.steps, 'step')} of {several(verdict.ranks, 'rank')}{verdict.replayed}"
     if verdict.status == 2:
         lines.append("trainspec watch: nothing was judged")
     elif not musts:
@@ -155,8 +155,8 @@ def render(verdict: Verdict) -> str:
             f"{len(NORMS)} norms not seen"
         )
     else:
-        noun = "cause" if len(musts) == 1 else "causes"
-        lines.append(f"trainspec watch: {len(musts)} {noun} in {seen}" + _advice(advice))
+        found = several(len(musts), "cause")
+        lines.append(f"trainspec watch: {found} in {seen}{_advice(advice)}")
     for number, cause in enumerate(verdict.causes[:6], start=1):
         lines += ["", *_lines(number, cause)]
     if len(verdict.causes) > 6:

@@ -80,6 +80,15 @@ def chapter(clause: str) -> str:
     return clause.split(".", 1)[0]
 
 
+def several(number: int, noun: str) -> str:
+    """Return a number with its noun.
+
+    >>> several(1, "case"), several(2, "case")
+    ('1 case', '2 cases')
+    """
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
 def render_cell(cell: Cell | None) -> str:
     """One cell in words, with the number of cases where they differ."""
     if cell is None:
