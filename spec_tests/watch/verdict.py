@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from spec_tests.rig.report.templates import of_texts
 from spec_tests.rig.report.text import several
 from spec_tests.watch import compare
 from spec_tests.watch.norm import NORMS, Finding, is_must
@@ -143,50 +144,23 @@ def _explains(cause: Finding, effect: Finding) -> bool:
 
 def render(verdict: Verdict) -> str:
     """Return the screen, at most 40 lines."""
-    lines = []
-    musts = [c for c in verdict.causes if is_must(c.finding)]
-    advice = len(verdict.causes) - len(musts)
+    musts = sum(is_must(cause.finding) for cause in verdict.causes)
+    advice = several(len(verdict.causes) - musts, "finding")
+    verb = "is" if len(verdict.causes) - musts == 1 else "are"
     seen = f"{several(verdict.steps, 'step')} of {several(verdict.ranks, 'rank')}{verdict.replayed}"
-    if verdict.status == 2:
-        lines.append("trainspec watch: nothing was judged")
-    elif not musts:
-        lines.append(
-            f"trainspec watch: nothing wrong in {seen}{_advice(advice)}; {verdict.not_seen} of "
-            f"{len(NORMS)} norms not seen"
+    screen = (
+        of_texts(Path(__file__).parent)
+        .get_template("screen.txt.jinja")
+        .render(
+            verdict=verdict,
+            norms=NORMS,
+            musts=musts,
+            seen=seen,
+            advice=f"; {advice} {verb} advice" if len(verdict.causes) > musts else "",
+            several=several,
         )
-    else:
-        found = several(len(musts), "cause")
-        lines.append(f"trainspec watch: {found} in {seen}{_advice(advice)}")
-    for number, cause in enumerate(verdict.causes[:6], start=1):
-        lines += ["", *_lines(number, cause)]
-    if len(verdict.causes) > 6:
-        lines.append(f"and {len(verdict.causes) - 6} more")
-    lines += [""] * bool(verdict.causes) + [f"note: {each}" for each in verdict.unseen[:4]]
-    if verdict.compared:
-        lines.append(f"compare: {verdict.compared}")
-    if verdict.cost:
-        lines.append(verdict.cost)
-    return "\n".join(lines)
-
-
-def _advice(count: int) -> str:
-    return f"; {count} finding{'s are' if count > 1 else ' is'} advice" if count else ""
-
-
-def _lines(number: int, cause: Cause) -> list[str]:
-    found = cause.finding
-    head = f" {number}  [{found.norm}]  {NORMS[found.norm].sentence}"
-    when = f"step {found.step}, " if found.step else ""
-    lines = [head, f"    {when}{found.text}"]
-    if found.place:
-        lines.append(f"    at {found.place}")
-    if found.likely:
-        lines.append(f"    likely: {found.likely}")
-    if cause.times > 1:
-        lines.append(f"    in {cause.times} steps")
-    if cause.effects:
-        lines.append(f"    with it: {', '.join(cause.effects)}")
-    return lines
+    )
+    return screen.removesuffix("\n")
 
 
 def write(verdict: Verdict, run: Run, command: Sequence[str], folder: Path) -> None:
