@@ -27,19 +27,16 @@ def page(data: Mapping[str, Any]) -> str:
         data: what `verdict.as_data` returns.
     """
     is_judged = data["status"] == 1 or (data["status"] == 0 and data["steps"])
-    return (
-        of_pages(Path(__file__).parent)
-        .get_template("page.html.jinja")
-        .render(
-            data=data,
-            command=shlex.join(data["command"]),
-            styles=unindented("house.css"),
-            kind=("good", "bad")[data["status"]] if is_judged else "warn",
-            verdict=_verdict(data) if is_judged else "Nothing was judged",
-            causes=sorted(data["causes"], key=lambda cause: cause["strength"] != "MUST"),
-            norms=_in_order([{**norm, **_result(norm, data, is_judged)} for norm in data["norms"]]),
-            timeline=_timeline(data) if data["timeline"] else None,
-        )
+    template = of_pages(Path(__file__).parent).get_template("page.html.jinja")
+    return template.render(
+        data=data,
+        command=shlex.join(data["command"]),
+        styles=unindented("house.css"),
+        kind=("good", "bad")[data["status"]] if is_judged else "warn",
+        verdict=_verdict(data) if is_judged else "Nothing was judged",
+        causes=sorted(data["causes"], key=lambda cause: cause["strength"] != "MUST"),
+        norms=_in_order([{**norm, **_result(norm, data, is_judged)} for norm in data["norms"]]),
+        timeline=_timeline(data) if data["timeline"] else None,
     )
 
 

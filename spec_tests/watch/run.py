@@ -112,10 +112,9 @@ class Rank:
         found = (c for c in self.window if since <= c.time < until and _FLOATS & {*c.dtypes})
         return sum(each.numel for each in found)
 
-    def reduced(self, since: int, until: int, *, largest: bool = False) -> int:
-        """Elements that reductions, or the largest one, were given in a span of time."""
-        found = [c.numel for c in self.window if c.is_reduction and since <= c.time < until]
-        return max(found, default=0) if largest else sum(found)
+    def reduced(self, since: int, until: int) -> list[int]:
+        """Elements that each reduction was given in a span of time."""
+        return [c.numel for c in self.window if c.is_reduction and since <= c.time < until]
 
 
 @dataclass(frozen=True)
@@ -284,9 +283,9 @@ class Run:
         event["seen"] = rank.forwards
         event["loss"] = None if event["loss"] is None else event["loss"] / event["scale"]
         self.has_messages |= event["messages"]
-        event["reduced"] = rank.reduced(rank.stepped_at, event["begun"])
+        reduced = rank.reduced(rank.stepped_at, event["begun"])
+        event["reduced"], event["largest"] = sum(reduced), max(reduced, default=0)
         event["carried"] = rank.carried(rank.stepped_at, event["begun"])
-        event["largest"] = rank.reduced(rank.stepped_at, event["begun"], largest=True)
         event["is_complete"] = rank.read_until >= event["begun"] and not rank.missed
         event["layout"] = rank.layouts[optimizer]
         rank.batches = (event["feed"] or {}).get("batches")

@@ -148,17 +148,14 @@ def render(verdict: Verdict) -> str:
     advice = several(len(verdict.causes) - musts, "finding")
     verb = "is" if len(verdict.causes) - musts == 1 else "are"
     seen = f"{several(verdict.steps, 'step')} of {several(verdict.ranks, 'rank')}{verdict.replayed}"
-    screen = (
-        of_texts(Path(__file__).parent)
-        .get_template("screen.txt.jinja")
-        .render(
-            verdict=verdict,
-            norms=NORMS,
-            musts=musts,
-            seen=seen,
-            advice=f"; {advice} {verb} advice" if len(verdict.causes) > musts else "",
-            several=several,
-        )
+    template = of_texts(Path(__file__).parent).get_template("screen.txt.jinja")
+    screen = template.render(
+        verdict=verdict,
+        norms=NORMS,
+        musts=musts,
+        seen=seen,
+        advice=f"; {advice} {verb} advice" if len(verdict.causes) > musts else "",
+        several=several,
     )
     return screen.removesuffix("\n")
 

@@ -61,38 +61,33 @@ def render_page(events: Sequence[Event]) -> str:
             return "good"
         return "bad" if _is_refuted(report, one, level) else "warn"
 
-    return (
-        of_pages()
-        .get_template("page.html.jinja")
-        .render(
-            report=report,
-            names=names,
-            title=f"Conformance of {', '.join(names) or 'nothing'}",
-            styles=unindented("house.css") + unindented("page.css"),
-            script=unindented("page.js"),
-            verdict_kind={0: "good", 1: "bad"}.get(report["verdict"]["status"], "warn"),
-            held_to=list(dict.fromkeys(one["level"] for one in found)),
-            levels=LEVELS,
-            shown_levels=[
-                level for level in LEVELS if any(level in one["levels"] for one in found)
-            ],
-            level_titles=LEVEL_TITLES,
-            chapters=list(dict.fromkeys(row["chapter"] for row in rows)),
-            outcomes=[outcome for outcome in Outcome if outcome in present],
-            words=WORDS,
-            silent=SILENT,
-            groups=_grouped(rows),
-            max_stories=_MAX_STORIES,
-            max_cases=_MAX_CASES,
-            absent=absent,
-            cards=cards,
-            max_cards=_MAX_CARDS,
-            open_cards=_OPEN_CARDS,
-            ratio_kind=ratio_kind,
-            kind_of=_kind,
-            got=got,
-            points_kind=_points_kind,
-        )
+    template = of_pages().get_template("page.html.jinja")
+    return template.render(
+        report=report,
+        names=names,
+        title=f"Conformance of {', '.join(names) or 'nothing'}",
+        styles=unindented("house.css") + unindented("page.css"),
+        script=unindented("page.js"),
+        verdict_kind={0: "good", 1: "bad"}.get(report["verdict"]["status"], "warn"),
+        held_to=list(dict.fromkeys(one["level"] for one in found)),
+        levels=LEVELS,
+        shown_levels=[level for level in LEVELS if any(level in one["levels"] for one in found)],
+        level_titles=LEVEL_TITLES,
+        chapters=list(dict.fromkeys(row["chapter"] for row in rows)),
+        outcomes=[outcome for outcome in Outcome if outcome in present],
+        words=WORDS,
+        silent=SILENT,
+        groups=_grouped(rows),
+        max_stories=_MAX_STORIES,
+        max_cases=_MAX_CASES,
+        absent=absent,
+        cards=cards,
+        max_cards=_MAX_CARDS,
+        open_cards=_OPEN_CARDS,
+        ratio_kind=ratio_kind,
+        kind_of=_kind,
+        got=got,
+        points_kind=_points_kind,
     )
 
 
