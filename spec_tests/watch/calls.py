@@ -19,12 +19,8 @@ from .sums import all_reduce
 from .window import KEPT
 
 _LOSS = "trainspec_watch"  # under which a loss is found again in its graph
-_OF_CHECKPOINTS = (
-    "use_reentrant",
-    "preserve_rng_state",
-    "context_fn",
-    "determinism_check",
-    "debug",
+_OF_CHECKPOINTS = (  # options that are not handed on to the function
+    *("use_reentrant", "preserve_rng_state", "context_fn", "determinism_check", "debug"),
 )
 _LINEAR = ("Div", "Mul", "ToCopy", "Squeeze", "View", "Unsqueeze")  # nodes: of a factor, or none
 _MEANS = (
