@@ -34,7 +34,7 @@ from typing import Any
 
 import torch
 
-from spec_tests.bench.runner import table
+from spec_tests.rig.report.text import grid
 
 # Loaded at run time: this instrument is of the reference alone, which the suite never imports.
 tiling: Any = importlib.import_module("solution.attention.tiles")
@@ -230,7 +230,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         lines = [*(lines or [list(cells)]), [str(cell) for cell in cells.values()]]
         said += [f"{' '.join(lines[-1][:4])}: {problem}" for problem in problems(row, found)]
     if lines:
-        sys.stdout.write(table(lines) + "\n")
+        sys.stdout.write(grid(lines) + "\n")
     sys.stdout.write("\n".join(said or ["all is well"]) + "\n")
     return 1 if said else 0
 

@@ -39,11 +39,12 @@ import torch
 
 from spec_tests.bench import machine, paired, runner
 from spec_tests.bench.paired import Found
-from spec_tests.bench.runner import Section, bullets, table, verdict
+from spec_tests.bench.runner import Section, bullets, verdict
 from spec_tests.impls import parse
 from spec_tests.rig import shards
 from spec_tests.rig.ranks.rank import Context
 from spec_tests.rig.ranks.world import Worlds
+from spec_tests.rig.report.text import grid
 from spec_tests.rig.target import load
 
 MAPPED, TORCHDATA, AGAIN = "mapped", "torchdata", "mapped again"
@@ -223,7 +224,7 @@ class Loader(runner.Comparison):
             for place in found.facts[name][0]["places"]:
                 asked = "" if place["bytes"] is None else f"{place['bytes']:,.0f}"
                 rows.append((f"{place['part']:.0%}", f"{place['us']:.0f}", asked))
-            yield Section(f"{name} after load_state_dict", [table(rows)])
+            yield Section(f"{name} after load_state_dict", [grid(rows)])
         if TORCHDATA not in found.labels:
             missing = "torchdata is not installed and was not measured (pip install torchdata)"
             sys.stderr.write(missing + "\n")

@@ -12,8 +12,7 @@ import random
 import signal
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from functools import partial
 
 import torch
@@ -22,6 +21,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from spec_tests.bench import runner
+from spec_tests.bench.runner import Figure
 from spec_tests.impls import parse
 from spec_tests.programs import law
 from spec_tests.programs.calls import Program
@@ -146,13 +146,11 @@ def ddp_chapter_s() -> float:
     register_profiles()
     settings.load_profile("quick")
     oracle.forget()
-    worlds, target = Worlds("sim"), parse("solution")
+    target = parse("solution")
     clauses = [c for c in load_all() if c.chapter == "ddp" and "sim" in c.transports]
     begun = time.perf_counter()
-    try:
+    with contextlib.closing(Worlds("sim")) as worlds:
         results = [run_case(c, target, case, worlds) for c in clauses for case in c.cases()]
-    finally:
-        worlds.close()
     failed = [
         f"{r.clause.id} {r.case}: {r.message}" for r in results if r.outcome is not Outcome.PASSED
     ]
@@ -190,28 +188,6 @@ def _spawned(rank: int, port: int) -> None:
     dist.destroy_process_group()
 
 
-@dataclass(frozen=True)
-class Figure:
-    """What is measured, how, and what must hold of its median: "at least" or "at most" a bound."""
-
-    label: str
-    measure: Callable[[Worlds], float]
-    relation: str = ""
-    bound: float = 0.0
-
-    def row(self, values: list[float]) -> list[str]:
-        """Return median and range."""
-        form = ".3g" if statistics.median(values) < 100 else ".0f"
-        shown = (statistics.median(values), min(values), max(values))
-        return [self.label, *(f"{value:{form}}" for value in shown)]
-
-    def verdict(self, values: list[float]) -> str:
-        """Return whether the median holds."""
-        middle, is_least = statistics.median(values), self.relation == "at least"
-        holds = middle >= self.bound if is_least else middle <= self.bound
-        return runner.verdict(holds, f"{self.label} {middle:g}, {self.relation} {self.bound:g}")
-
-
 def _on_sim(size: int, number: int, bound: float) -> Figure:
     return Figure(
         f"{EXAMPLES}, {size} simulated ranks",
@@ -245,26 +221,19 @@ FIGURES = {
 }
 
 
-class Rig(runner.Benchmark):
+class Rig(runner.Figures):
     """Figures of the rig itself, not of an implementation."""
 
     name = "rig"
     title = "The rig"
-    options = {"--repetitions": {"type": int, "default": 5, "help": "of each figure"}}
+    figures = FIGURES
 
     def sections(self, options: argparse.Namespace, worlds: Worlds) -> Iterator[runner.Section]:
-        """All figures, in turn, so that a slow moment meets all of them."""
+        """Have processes ready, a thread each."""
         start_zygote()
         torch.set_num_threads(1)
         worlds.max_pools = len(FIGURES)
-        found: dict[str, list[float]] = {name: [] for name in FIGURES}
-        for _ in range(options.repetitions):
-            for name, figure in FIGURES.items():
-                found[name].append(figure.measure(worlds))
-        rows = [["what", "median", "lowest", "highest"]]
-        rows += [figure.row(found[name]) for name, figure in FIGURES.items()]
-        said = [f.verdict(found[name]) for name, f in FIGURES.items() if f.relation]
-        yield runner.Section("", [runner.table(rows), runner.bullets(said)], found)
+        yield from super().sections(options, worlds)
 
 
 BENCHMARK = Rig()

@@ -12,6 +12,7 @@ import argparse
 import importlib
 import json
 import re
+import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from spec_tests.bench import machine, paired
 from spec_tests.bench.paired import Arm, Found, Ratio
 from spec_tests.rig.ranks.rank import Context
 from spec_tests.rig.ranks.world import Worlds
+from spec_tests.rig.report.text import grid
 
 RESULTS = Path(__file__).with_name("results")
 
@@ -63,6 +65,49 @@ class Benchmark:
     def chosen(self, options: argparse.Namespace) -> Benchmark:
         """Return the benchmark that the options ask for: another one on another device."""
         return self
+
+
+# ----------------------------------------------------------------------------------------- figures
+
+
+@dataclass(frozen=True)
+class Figure:
+    """What is measured, how, and what must hold of its median: "at least" or "at most" a bound."""
+
+    label: str
+    measure: Callable[[Worlds], float]
+    relation: str = ""
+    bound: float = 0.0
+
+    def row(self, values: Sequence[float]) -> list[str]:
+        """Return median and range."""
+        form = ".3g" if statistics.median(values) < 100 else ".0f"
+        shown = (statistics.median(values), min(values), max(values))
+        return [self.label, *(f"{value:{form}}" for value in shown)]
+
+    def verdict(self, values: Sequence[float]) -> str:
+        """Return whether the median holds."""
+        middle, is_least = statistics.median(values), self.relation == "at least"
+        holds = middle >= self.bound if is_least else middle <= self.bound
+        return verdict(holds, f"{self.label} {middle:.3g}, {self.relation} {self.bound:g}")
+
+
+class Figures(Benchmark):
+    """Figures that are compared with bounds, and with nothing else; by the name in the data."""
+
+    figures: Mapping[str, Figure]
+    options = {"--repetitions": {"type": int, "default": 5, "help": "of each figure"}}
+
+    def sections(self, options: argparse.Namespace, worlds: Worlds) -> Iterator[Section]:
+        """All figures, in turn, so that a slow moment meets all of them."""
+        found: dict[str, list[float]] = {name: [] for name in self.figures}
+        for _ in range(options.repetitions):
+            for name, figure in self.figures.items():
+                found[name].append(figure.measure(worlds))
+        rows = [["what", "median", "lowest", "highest"]]
+        rows += [figure.row(found[name]) for name, figure in self.figures.items()]
+        said = [f.verdict(found[name]) for name, f in self.figures.items() if f.relation]
+        yield Section("", [grid(rows), bullets(said)], found)
 
 
 # ----------------------------------------------------------------------------- paired comparisons
@@ -183,7 +228,7 @@ class Comparison(Benchmark):
         """Return a row for each arm."""
         rows = [[label, *(cell(found, label) for cell in self.columns.values())]
                 for label in found.labels]  # fmt: skip
-        return table([["arm", *self.columns], *rows])
+        return grid([["arm", *self.columns], *rows])
 
     def record(self, found: Found, verdicts: list[str]) -> dict[str, Any]:
         """Return the case as data."""
@@ -232,22 +277,11 @@ def bullets(lines: Sequence[str]) -> str:
     return "\n".join(f"- {line}" for line in lines)
 
 
-def table(rows: Sequence[Sequence[str]]) -> str:
-    """Return Markdown of `rows`, the first of which is the header."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = [
-        "| " + " | ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) + " |"
-        for row in rows
-    ]
-    lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
-    return "\n".join(lines)
-
-
 def pivot(title: str, found: Sequence[Found], labels: Sequence[str], cell: Column) -> str:
     """Return a table with a row for each case and a column for each arm that was measured."""
     rows = [[one.case.heading, *(cell(one, a) if a in one.labels else "-" for a in labels)]
             for one in found]  # fmt: skip
-    return table([[title, *labels], *rows])
+    return grid([[title, *labels], *rows])
 
 
 def find(name: str) -> Any:

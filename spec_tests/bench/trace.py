@@ -25,6 +25,7 @@ from spec_tests.chapters.measure.timeline import DEVICES, Timeline
 from spec_tests.impls import parse
 from spec_tests.rig.ranks.rank import Context
 from spec_tests.rig.ranks.world import Worlds
+from spec_tests.rig.report.text import grid
 from spec_tests.rig.target import load
 
 JSON = "json.load"
@@ -98,7 +99,7 @@ class Trace(runner.Benchmark):
             cost = (f"{row['s']:.2f}", f"{row['bytes'] / 1e6:.0f}")
             cells.append((row["device"], *file, row["arm"], *cost))
         verdicts = [_verdict(row) for row in rows if row["arm"] != JSON]
-        yield runner.Section("", [runner.table(cells), runner.bullets(verdicts)], rows)
+        yield runner.Section("", [grid(cells), runner.bullets(verdicts)], rows)
 
 
 def _verdict(row: dict[str, Any]) -> str:

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from spec_tests.bench import runner
 from spec_tests.rig.ranks.world import Worlds
+from spec_tests.rig.report.text import grid
 from spec_tests.watch import command
 
 MOST = 1.05
@@ -103,7 +104,7 @@ class Watch(runner.Benchmark):
             rows.append([title, size, str(options.tokens), *times, shown])
             words = f"a watched {title} {verb} {middle:.3f} times as long, at most {most}"
             said.append(runner.verdict(middle <= most, words))
-        yield runner.Section("", [runner.table(rows), runner.bullets(said)], found)
+        yield runner.Section("", [grid(rows), runner.bullets(said)], found)
 
 
 BENCHMARK = Watch()

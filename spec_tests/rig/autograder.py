@@ -22,65 +22,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from spec_tests.impls import LAYOUTS
+from spec_tests.rig.report.templates import of_texts
 
-TORCH = "--extra-index-url https://download.pytorch.org/whl/cpu"
-SETUP = """#!/usr/bin/env bash
-# Gradescope runs this once, when the image is built. The CPU build of torch: ranks live on the CPU.
-set -euo pipefail
-apt-get update -qq
-apt-get install -qq -y --no-install-recommends git python3 python3-venv >/dev/null
-python3 -m venv /opt/trainspec
-/opt/trainspec/bin/pip install {torch} {install}
-"""
-RUN = """#!/usr/bin/env bash
-# Gradescope runs this for every hand-in: submission/ is judged, results/results.json is shown.
-set -uo pipefail
-ROOT=${{AUTOGRADER:-/autograder}}
-PYTHON=${{PYTHON:-/opt/trainspec/bin/python}}
-export OMP_NUM_THREADS=1
-mkdir -p "$ROOT/results"
-# zero WORDS: no points, and why.
-zero() {{ printf '{{"score": 0, "output": "%s"}}\\n' "$1" >"$ROOT/results/results.json"; }}
-limit="{limit}"
-$limit true 2>/dev/null || limit=  # a container may have other processors than the first
-checkout=
-for name in {files}; do
-  file=$(cd "$ROOT/submission" && find . -path "*/$name" -not -path '*/.?*/*' | sort | head -n 1)
-  if [ -n "$file" ]; then checkout=$ROOT/submission/${{file%"$name"}} && break; fi
-done
-if [ -z "$checkout" ]; then zero "expected one of {files} in the hand-in, found none" && exit; fi
-$limit {command} --impl "{course}:$checkout" --report "$ROOT/report"
-cp "$ROOT/report/results.json" "$ROOT/results/results.json" || zero "no verdict: see the log"
-"""
-WORKFLOW = """name: trainspec
-on: [push, workflow_dispatch]
-permissions:
-  contents: read
-jobs:
-  judge:
-    runs-on: ubuntu-latest
-    timeout-minutes: {total}
-    env:
-      OMP_NUM_THREADS: "1"
-      PYTHON: python
-    steps:
-      - uses: actions/checkout@v4
-      - uses: actions/setup-python@v5
-        with:
-          python-version: "3.12"
-      - run: |
-          pip install {torch} {install}
-      - run: |
-          {limit} {command} --impl {course}:. --report trainspec-report
-      - if: always()
-        run: cat trainspec-report/summary.md >>"$GITHUB_STEP_SUMMARY"
-      - if: always()
-        uses: actions/upload-artifact@v4
-        with:
-          name: trainspec-report
-          path: trainspec-report
-"""
-SETUP_MINUTES = 10
+_TEMPLATES = Path(__file__).with_name("handin")
+_TORCH = "--extra-index-url https://download.pytorch.org/whl/cpu"
+_SETUP_MINUTES = 10
 
 
 def texts(
@@ -94,11 +40,14 @@ def texts(
         "course": course,
         "files": " ".join(LAYOUTS[course]),
         "install": shlex.quote(install),
-        "torch": TORCH,
-        "total": minutes + SETUP_MINUTES,
+        "torch": _TORCH,
+        "total": minutes + _SETUP_MINUTES,
     }
-    forms = {"setup.sh": SETUP, "run_autograder": RUN, "trainspec.yml": WORKFLOW}
-    return {name: form.format_map(words) for name, form in forms.items()}
+    forms = of_texts(_TEMPLATES)
+    return {
+        name.removesuffix(".jinja"): forms.get_template(name).render(words)
+        for name in forms.list_templates()
+    }
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import shlex
 from collections.abc import Sequence
 from typing import Any
@@ -23,12 +22,8 @@ def beyond(run: Run, patterns: Sequence[str]) -> list[dict[str, Any]]:
     Args:
         patterns: of clause ids, that the run was asked for; none means all.
     """
-    clauses = [
-        clause
-        for clause in ledger.load_all()
-        if run.transport in clause.transports
-        and (not patterns or any(fnmatch.fnmatchcase(clause.id, each) for each in patterns))
-    ]
+    asked = (clause for clause in ledger.load_all() if clause.matches(patterns or "*"))
+    clauses = [clause for clause in asked if run.transport in clause.transports]
     found = []
     for target in run.targets:
         level, added = _added(run, target, clauses)

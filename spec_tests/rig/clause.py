@@ -24,8 +24,9 @@ import functools
 import inspect
 import itertools
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -93,6 +94,10 @@ class Clause:
         code = inspect.unwrap(self.test).__code__
         root = Path(__file__).resolve().parents[2]
         return f"{Path(code.co_filename).relative_to(root).as_posix()}:{code.co_firstlineno}"
+
+    def matches(self, patterns: Iterable[str]) -> bool:
+        """Whether one of some patterns, such as `ddp.*`, is that of the id."""
+        return any(fnmatchcase(self.id, pattern) for pattern in patterns)
 
     def transport_on(self, transport: str) -> str:
         """Return the transport to judge it on: `sim` if only that can observe it, else this one."""

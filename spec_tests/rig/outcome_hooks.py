@@ -84,6 +84,12 @@ def clause_of_item(item: pytest.Item) -> Clause | None:
     return clause_of(getattr(item, "function", None))
 
 
+def parameters_of(item: pytest.Item) -> dict[str, Any]:
+    """The parameters of a clause's case: `target`, `world`, `subject` and the clause's own."""
+    found: dict[str, Any] = item.callspec.params  # type: ignore[attr-defined]  # parametrised
+    return found
+
+
 def is_worker(config: pytest.Config) -> bool:
     """True in an xdist worker, which has no part in the log.
 
@@ -114,7 +120,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 def _begin(item: pytest.Item, clause: Clause) -> Target:
     """Stash the case and its situation; returns the implementation that is judged."""
-    params = item.callspec.params  # type: ignore[attr-defined]  # a clause is parametrised
+    params = parameters_of(item)
     case = {k: v for k, v in params.items() if k != "target"}
     target: Target = params["target"]
     label, transport = clause.label(case), item.config.stash[RUN].transport
@@ -142,14 +148,12 @@ def _not_offered(item: pytest.Item, run: Run) -> NotOffered | None:
     clause = clause_of_item(item)
     if clause is None or run.transport not in clause.transports:
         return None
-    target, params = _begin(item, clause), item.callspec.params  # type: ignore[attr-defined]  # a clause is parametrised
-    smallest = run.worlds.world(1, target, transport=run.transport)
-    try:
-        runner.require_offered(smallest, clause, params.get("subject"))
-    except NotOffered as why:
-        return why
-    except Exception:  # the test itself says what is wrong, each in its own words
-        return None
+    smallest = run.worlds.world(1, _begin(item, clause), transport=run.transport)
+    with contextlib.suppress(Exception):  # the test itself says what is wrong, in its own words
+        try:
+            runner.require_offered(smallest, clause, parameters_of(item).get("subject"))
+        except NotOffered as why:
+            return why
     return None
 
 
@@ -164,7 +168,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     world = arguments.get("world")
     if clause is None or not isinstance(world, World):
         return (yield)
-    params = item.callspec.params  # type: ignore[attr-defined]  # a clause is parametrised
+    params = parameters_of(item)
     case = {name: value for name, value in params.items() if name not in ("target", "world")}
     with contextlib.ExitStack() as around:
         name, run = params["target"].name, item.config.stash[RUN]
@@ -210,7 +214,7 @@ def _result(
     error: BaseException | None,
     run: Run,
 ) -> dict[str, Any]:
-    situation, params = item.stash[_SITUATION], item.callspec.params  # type: ignore[attr-defined]  # a clause is parametrised
+    situation, params = item.stash[_SITUATION], parameters_of(item)
     name = params["target"].name
     outcome = runner.outcome_of(error)
     result = {

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import fnmatch
 import os
 import unittest
 from collections.abc import Collection, Iterator, Sequence
@@ -34,7 +33,7 @@ from spec_tests import impls
 from spec_tests.rig import ledger, live, outcome_hooks, target
 from spec_tests.rig.clause import MUST, TELLING_SIZE, Clause, clause_of
 from spec_tests.rig.judge import expectations, runner
-from spec_tests.rig.outcome_hooks import ACTIVE, RUN, Run, clause_of_item, is_worker
+from spec_tests.rig.outcome_hooks import ACTIVE, RUN, Run, clause_of_item, is_worker, parameters_of
 from spec_tests.rig.outcomes import LEVELS, is_within
 from spec_tests.rig.ranks.cuda_runtime import PRETENDED_CUDA
 from spec_tests.rig.ranks.errors import NOT_HERE, RankDied, RankHung, RigError
@@ -201,7 +200,7 @@ def _few(items: Sequence[pytest.Item], asked: Collection[str]) -> list[pytest.It
         clause = clause_of_item(item)
         if clause is None or clause.id not in asked:
             continue
-        params = item.callspec.params  # type: ignore[attr-defined]  # a clause is parametrised
+        params = parameters_of(item)
         if params["world"] <= QUICK_RANKS:
             kept.setdefault((clause.id, params["target"].name, params.get("subject", "")), item)
     return [*kept.values()]
@@ -248,15 +247,12 @@ def _is_asked_for(
 ) -> bool:
     if clause is None:
         return not patterns
-    if patterns and not any(fnmatch.fnmatchcase(clause.id, pattern) for pattern in patterns):
-        return False
-    level = run.levels[item.callspec.params["target"].name]  # type: ignore[attr-defined]  # parametrised above
-    return is_within(clause.level, level)
+    level = run.levels[parameters_of(item)["target"].name]
+    return clause.matches(patterns or "*") and is_within(clause.level, level)
 
 
 def _matching(patterns: Sequence[str]) -> list[Clause]:
-    clauses = ledger.load_all()
-    return [c for c in clauses if any(fnmatch.fnmatchcase(c.id, each) for each in patterns)]
+    return [clause for clause in ledger.load_all() if clause.matches(patterns)]
 
 
 def _nothing_to_run(patterns: Sequence[str], run: Run) -> str:

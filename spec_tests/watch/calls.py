@@ -12,13 +12,16 @@ import torch.distributed.algorithms.join
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
-from .guard import Current, quiet, wrapped, wrapped_always
+from .guard import Current, hooked, outwards, quiet, wrapped, wrapped_always
 from .layout import Names, local_of
 from .link import script_line, script_path
 from .sums import all_reduce
 from .window import KEPT
 
 _LOSS = "trainspec_watch"  # under which a loss is found again in its graph
+_OF_CHECKPOINTS = (  # options that are not handed on to the function
+    *("use_reentrant", "preserve_rng_state", "context_fn", "determinism_check", "debug"),
+)
 _LINEAR = ("Div", "Mul", "ToCopy", "Squeeze", "View", "Unsqueeze")  # nodes: of a factor, or none
 _MEANS = (
     *("Mean", "MseLoss", "SmoothL1Loss", "HuberLoss", "NllLoss", "NllLoss2D"),
@@ -32,18 +35,19 @@ def start() -> None:
     torch.nn.utils.clip_grad_norm_ = torch.nn.utils.clip_grad.clip_grad_norm_ = clip
     optimizer: Any = torch.optim.Optimizer
     optimizer.load_state_dict = wrapped(optimizer.load_state_dict, load_state)
-    for owner in (torch.optim.Optimizer, nn.Module):
-        setattr(owner, "zero_grad", wrapped(owner.zero_grad, zero_grad))  # noqa: B010  # mypy
-    context = torch.distributed.algorithms.join.Join
-    setattr(context, "__enter__", wrapped(context.__enter__, join))  # noqa: B010  # mypy
+    module: Any = nn.Module
+    for owner in (optimizer, module):
+        owner.zero_grad = hooked(owner.zero_grad, after=_cleared)
+    context: Any = torch.distributed.algorithms.join.Join
+    context.__enter__ = hooked(context.__enter__, before=_joined)
     schedules: Any = torch.optim.lr_scheduler.LRScheduler
-    schedules.step = wrapped(schedules.step, schedule)
-    scaler = torch.amp.GradScaler
-    for name, observed in (("scale", scale), ("unscale_", unscale)):
-        setattr(scaler, name, wrapped(getattr(scaler, name), observed))
-    torch.autograd.backward = wrapped(torch.autograd.backward, backward)
+    schedules.step = hooked(schedules.step, before=_scheduled)
+    scaler: Any = torch.amp.GradScaler
+    scaler.scale = hooked(scaler.scale, before=_scaled)
+    scaler.unscale_ = hooked(scaler.unscale_, before=_unscaled)
+    torch.autograd.backward = hooked(torch.autograd.backward, before=_begun)
     for name in ("send", "recv", "isend", "irecv") if dist.is_available() else ():
-        exchange = wrapped(getattr(dist, name), message)
+        exchange = hooked(getattr(dist, name), before=_exchanged)
         setattr(dist, name, exchange)
         setattr(dist.distributed_c10d, name, exchange)  # where `P2POp` compares with it
     if dist.is_available():
@@ -51,7 +55,7 @@ def start() -> None:
         dist.all_reduce = dist.distributed_c10d.all_reduce = reduce
     activations = torch.utils.checkpoint
     activations.checkpoint = wrapped_always(activations.checkpoint, checkpoint)
-    nn.functional.cross_entropy = wrapped(nn.functional.cross_entropy, cross_entropy)
+    nn.functional.cross_entropy = hooked(nn.functional.cross_entropy, after=_weighed)
 
 
 def clip_grad_norm(
@@ -122,12 +126,12 @@ def norm_again(probe: Any, parameters: list[Any]) -> dict[str, Any] | None:
     }
 
 
-def zero_grad(original: Any, owner: Any, *rest: Any, **keywords: Any) -> None:
-    """Clear gradients: what came before does not go into a step that is computed again."""
-    original(owner, *rest, **keywords)
+@quiet
+def _cleared(probe: Any, result: None, owner: Any, *rest: Any, **keywords: Any) -> None:
+    """Gradients were cleared: what came before does not go into a step that is computed again."""
     groups = getattr(owner, "param_groups", None)
     parameters = owner.parameters() if groups is None else [p for g in groups for p in g["params"]]
-    quiet(_cleared)(parameters)
+    probe.cleared(parameters)
 
 
 def load_state(original: Any, optimizer: Any, *rest: Any, **keywords: Any) -> None:
@@ -162,56 +166,35 @@ def _loaded(probe: Any, optimizer: Any, before: list[dict[str, Any]]) -> None:
     }
 
 
-def join(original: Any, context: Any) -> Any:
-    """Enter `Join`: uneven inputs are meant."""
-    quiet(_joined)()
-    return original(context)
-
-
-def _joined(probe: Any) -> None:
+@quiet
+def _joined(probe: Any, context: Any) -> None:
+    """The script enters `Join`: uneven inputs are meant."""
     probe.connect().send("join")
 
 
-def message(original: Any, *arguments: Any, **keywords: Any) -> Any:
-    """Send or receive, which the flight recorder of gloo leaves out."""
-    quiet(_exchanged)()
-    return original(*arguments, **keywords)
-
-
-def _exchanged(probe: Any) -> None:
+@quiet
+def _exchanged(probe: Any, *arguments: Any, **keywords: Any) -> None:
+    """The script sends or receives, which the flight recorder of gloo leaves out."""
     probe.connect().has_messages = True
 
 
-def schedule(original: Any, scheduler: Any, *arguments: Any, **keywords: Any) -> Any:
-    """Step a schedule, and count how often since the last step of an optimizer."""
-    quiet(_scheduled)(scheduler)
-    return original(scheduler, *arguments, **keywords)
-
-
-def _scheduled(probe: Any, scheduler: Any) -> None:
+@quiet
+def _scheduled(probe: Any, scheduler: Any, *arguments: Any, **keywords: Any) -> None:
+    """Count how often a schedule is stepped since the last step of an optimizer."""
     counted = probe.window.scheduled.setdefault(id(scheduler), [0, script_line()])
     counted[0] += 1
 
 
-def scale(original: Any, scaler: Any, outputs: Any) -> Any:
-    """Scale a loss, and remember until the step that its gradients are to be unscaled."""
-    quiet(_scaled)(scaler)
-    return original(scaler, outputs)
-
-
-def _scaled(probe: Any, scaler: Any) -> None:
+@quiet
+def _scaled(probe: Any, scaler: Any, outputs: Any) -> None:
+    """A loss is scaled: remember until the step that its gradients are to be unscaled."""
     if scaler.is_enabled():
         probe.scaled[id(scaler)] = 1.0
         probe.has_scaler = True
 
 
-def unscale(original: Any, scaler: Any, optimizer: Any) -> None:
-    """Unscale gradients."""
-    quiet(_unscaled)(scaler)
-    original(scaler, optimizer)
-
-
-def _unscaled(probe: Any, scaler: Any) -> None:
+@quiet
+def _unscaled(probe: Any, scaler: Any, optimizer: Any) -> None:
     probe.scaled.pop(id(scaler), None)
 
 
@@ -226,34 +209,29 @@ def checkpoint(original: Any, function: Any, *arguments: Any, **keywords: Any) -
     """Checkpoint activations; in a step that is computed again, keep them instead."""
     if not Current.is_replaying:
         return original(function, *arguments, **keywords)
-    for option in (
-        "use_reentrant",
-        "preserve_rng_state",
-        "context_fn",
-        "determinism_check",
-        "debug",
-    ):
-        keywords.pop(option, None)
-    return function(*arguments, **keywords)
+    own = {name: value for name, value in keywords.items() if name not in _OF_CHECKPOINTS}
+    return function(*arguments, **own)
 
 
-def cross_entropy(original: Any, *arguments: Any, **keywords: Any) -> Any:
-    """Compute a mean loss, and keep over how many tokens, and the gradient that it is given."""
-    result = original(*arguments, **keywords)
-
-    def take(probe: Any) -> None:
-        target = arguments[1] if len(arguments) > 1 else keywords["target"]
-        reduction = keywords.get("reduction", "mean")
-        if reduction not in ("mean", "sum") or target.is_floating_point():
-            return
-        valid = target != keywords.get("ignore_index", -100)
-        loss = _keep(probe, valid.sum(), reduction, result)
-        result.grad_fn.metadata[_LOSS] = loss
-        result.register_hook(functools.partial(_weigh, loss))
-
-    if result.requires_grad and not result.dim():
-        quiet(take)()
-    return result
+@quiet
+def _weighed(
+    probe: Any,
+    result: Tensor,
+    input: Tensor,
+    target: Tensor,
+    *rest: Any,
+    reduction: str = "mean",
+    ignore_index: int = -100,
+    **keywords: Any,
+) -> None:
+    """Keep over how many tokens a cross entropy is a mean, and the gradient that it is given."""
+    is_loss = result.requires_grad and not result.dim() and reduction in ("mean", "sum")
+    if not is_loss or target.is_floating_point():
+        return
+    loss = _keep(probe, (target != ignore_index).sum(), reduction, result)
+    node: Any = result.grad_fn
+    node.metadata[_LOSS] = loss
+    result.register_hook(functools.partial(_weigh, loss))
 
 
 def _keep(probe: Any, tokens: Tensor | None, of: str, value: Tensor) -> dict[str, Any]:
@@ -272,13 +250,9 @@ def _weigh(loss: dict[str, Any], gradient: Tensor) -> None:
     loss |= {"weight": gradient, "task": torch._C._current_graph_task_id()}
 
 
-def backward(original: Any, tensors: Any, *rest: Any, **keywords: Any) -> None:
-    """Run a backward, and remember of a loss whether it is all that the backward begins with."""
-    quiet(_begun)(tensors)
-    original(tensors, *rest, **keywords)
-
-
-def _begun(probe: Any, tensors: Any) -> None:
+@quiet
+def _begun(probe: Any, tensors: Any, *rest: Any, **keywords: Any) -> None:
+    """A backward begins: remember of a loss whether it is all that the backward begins with."""
     node = getattr(tensors, "grad_fn", None)
     is_nested = torch._C._current_graph_task_id() != -1
     if isinstance(tensors, Tensor) and tensors.numel() == 1 and not is_nested:
@@ -322,13 +296,7 @@ def _begun_with_mean(probe: Any, value: Tensor, node: Any, name: str) -> None:
 
 def loss_scale(frame: Any) -> float:
     """Return the scale of the GradScaler that this step was called by, 1 without one."""
-    while frame is not None:
-        scaler = frame.f_locals.get("self")
-        if type(scaler).__name__ == "GradScaler" and scaler.is_enabled():
-            return float(scaler.get_scale())
-        frame = frame.f_back
+    for owner in (each.f_locals.get("self") for each in outwards(frame)):
+        if type(owner).__name__ == "GradScaler" and owner.is_enabled():
+            return float(owner.get_scale())
     return 1.0
-
-
-def _cleared(probe: Any, parameters: Any) -> None:
-    probe.cleared(parameters)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from spec_tests.watch.norm import Finding, norm
+from spec_tests.watch.norm import Finding, step_norm
 from spec_tests.watch.run import Step, unequal
 
 _CLIP = "docs.pytorch.org/docs/stable/generated/torch.nn.utils.clip_grad_norm_.html"
 
 
-@norm("watch.clip.norm", source=_CLIP)
+@step_norm("watch.clip.norm", source=_CLIP)
 def clip_norm(step: Step) -> Iterator[Finding]:
     """Clipping MUST use the norm of the whole gradient that the optimizer steps with."""
     clips = {rank: event["clip"] for rank, event in step.events.items() if event["clip"]}
@@ -32,25 +32,19 @@ def clip_norm(step: Step) -> Iterator[Finding]:
         own = _norm([part[0] for part in clip["parts"]], clip["kind"])
         if abs(used / right - 1) > 0.03:
             is_own = abs(used / min(1.0, clip["max"] / (own + 1e-6)) - 1) < 0.01 and own != whole
-            yield Finding(
-                "watch.clip.norm",
-                f"rank {rank}: expected gradients scaled by {right:.4g} (norm {whole:.4g} over all "
-                f"ranks), got {used:.4g}",
-                step.number,
+            yield step.finding(
                 rank,
+                f"expected gradients scaled by {right:.4g} (norm {whole:.4g} over all ranks), got "
+                f"{used:.4g}",
                 place=clip["place"],
                 likely="the norm of this rank's shards alone was used" if is_own else "",
             )
             return
         ratio = clip["clipped"] / clip["stepped"] if clip["stepped"] else 1.0
         if ratio > 1.9 or ratio < 0.55:
-            yield Finding(
-                "watch.clip.norm",
-                f"rank {rank}: expected the clipped gradients in the step, got ones {ratio:.4g} "
-                "times "
-                "smaller",
-                step.number,
+            yield step.finding(
                 rank,
+                f"expected the clipped gradients in the step, got ones {ratio:.4g} times smaller",
                 place=clip["place"],
                 likely="scaled gradients were clipped: scaler.unscale_(optimizer) comes first",
             )
@@ -59,12 +53,10 @@ def clip_norm(step: Step) -> Iterator[Finding]:
 
 def _clipped_in_parts(step: Step, rank: int, clip: dict[str, Any]) -> Finding:
     """Gradients that were clipped, and added to, before they were clipped for the step."""
-    return Finding(
-        "watch.clip.norm",
-        f"rank {rank}: expected the gradient of {clip['backwards']} micro-batches to be clipped "
-        f"once, got it scaled down {clip['partial']} times before it was whole",
-        step.number,
+    return step.finding(
         rank,
+        f"expected the gradient of {clip['backwards']} micro-batches to be clipped once, got it "
+        f"scaled down {clip['partial']} times before it was whole",
         place=clip["place"],
         likely="clip_grad_norm_ is called after each backward: earlier micro-batches weigh less",
         is_advice=True,
@@ -74,14 +66,12 @@ def _clipped_in_parts(step: Step, rank: int, clip: dict[str, Any]) -> Finding:
 def _clipped_on_some(step: Step, clips: dict[int, Any]) -> Iterator[Finding]:
     if clips:
         rank = next(rank for rank in step.events if rank not in clips)
-        yield Finding(
-            "watch.clip.norm",
-            f"rank {rank}: expected clipped gradients as on rank {min(clips)}, got others",
-            step.number,
+        yield step.finding(
             rank,
+            f"expected clipped gradients as on rank {min(clips)}, got others",
             place=clips[min(clips)]["place"],
-            likely=step.ask("only some ranks clip: the others keep the whole gradient"),
-            is_advice=bool(step.doubt),
+            likely="only some ranks clip: the others keep the whole gradient",
+            needs_replicas=True,
         )
 
 
@@ -89,12 +79,10 @@ def _clipped_before_the_mean(step: Step, rank: int, clip: Any) -> Iterator[Findi
     """Replicated gradients that differed when they were clipped and are equal in the step."""
     is_replica = all(part[1] in ("ddp", "plain") for part in clip["parts"])
     if is_replica and not list(unequal(step, "grads", every=True)):
-        yield Finding(
-            "watch.clip.norm",
-            f"rank {rank}: expected the norm of the reduced gradients, got one of gradients that "
-            "differ between the ranks",
-            step.number,
+        yield step.finding(
             rank,
+            "expected the norm of the reduced gradients, got one of gradients that differ between "
+            "the ranks",
             place=clip["place"],
             likely="gradients are clipped before they are reduced",
         )

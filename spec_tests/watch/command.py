@@ -27,12 +27,12 @@ from pathlib import Path
 from typing import Any
 
 from spec_tests.rig.clause import Clause
-from spec_tests.watch import checks, compare, seen, traffic
+from spec_tests.rig.report.text import several
+from spec_tests.watch import checks, compare, seen, traffic  # noqa: F401  # checks: norms
 from spec_tests.watch.child import Child, handed_on
-from spec_tests.watch.norm import NORMS, Finding, is_must
-from spec_tests.watch.replayed_norm import replayed_gradients, summed_by_hand
+from spec_tests.watch.norm import NORMS, STEP_CHECKS, Finding, is_must
 from spec_tests.watch.run import Rank, Run, Step
-from spec_tests.watch.verdict import Verdict, causes_of, render, write
+from spec_tests.watch.verdict import ORDER, Verdict, causes_of, render, write
 
 BOOT = Path(__file__).parent / "boot"
 _GRACE_SECONDS = 3.0
@@ -280,11 +280,11 @@ class Agent:
         self.run.saw |= seen.norms_of(step)
         if len(self.run.records) < compare.KEPT:
             self.run.records.append(compare.record(step))
-        for check in (*checks.CHECKS, replayed_gradients, summed_by_hand):
+        for id in sorted(STEP_CHECKS, key=ORDER.index):  # causes before effects
             try:
-                found += check(step)
+                found += STEP_CHECKS[id](step)
             except Exception as error:
-                self.run.notes.append(f"the check {check.__name__} failed: {error!r}")
+                self.run.notes.append(f"the check of {id} failed: {error!r}")
         return found
 
     def _take_rank(self, connection: socket.socket, event: dict[str, Any]) -> None:
@@ -302,8 +302,8 @@ class Agent:
     def _announce(self) -> None:
         if not self._is_announced:
             self._is_announced = True
-            ranks = f"{self.run.world} rank{'s' * (self.run.world != 1)}"
-            _say(f"watching {ranks} of {Path(self._script).name}; first verdict after step 1")
+            of = f"{several(self.run.world, 'rank')} of {Path(self._script).name}"
+            _say(f"watching {of}; first verdict after step 1")
 
     def _say_how_far(self, step: Step) -> None:
         """Say at the steps 1, 10, 100, then at each thousandth, what was found so far."""
@@ -312,7 +312,7 @@ class Agent:
             return
         musts = {f.norm for f in self.findings if is_must(f)}
         advice = {f.norm for f in self.findings} - musts
-        found = f"{len(musts)} norm{'s' * (len(musts) != 1)} broken" if musts else "nothing wrong"
+        found = f"{several(len(musts), 'norm')} broken" if musts else "nothing wrong"
         _say(f"step {number}: {found}" + f", {len(advice)} with advice" * bool(advice))
 
     def _begin_anew(self) -> None:

@@ -5,28 +5,25 @@ from __future__ import annotations
 import functools
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
-
-if TYPE_CHECKING:
-    from .probe import Probe
 
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class Current:
-    """The probe of this process; None in a fork, and after it gave up."""
+    """The `probe.Probe` of this process; None in a fork, and after it gave up."""
 
-    probe: Probe | None = None
+    probe: Any = None
     is_replaying = False
 
 
-def probe_to_ask() -> Probe | None:
+def probe_to_ask() -> Any:
     """Return the probe, unless this is compiled code, another thread, or the probe's own doing."""
     probe = None if torch.compiler.is_compiling() else Current.probe
     if probe is None or probe.is_busy or not probe.is_main():
@@ -48,7 +45,7 @@ def quiet(hook: Callable[..., None]) -> Callable[..., None]:
     """Give a hook the probe, and keep its errors and its operations from the script."""
 
     @functools.wraps(hook)
-    def guarded(*arguments: Any) -> None:
+    def guarded(*arguments: Any, **keywords: Any) -> None:
         probe = probe_to_ask()
         if probe is None:
             return
@@ -58,7 +55,7 @@ def quiet(hook: Callable[..., None]) -> Callable[..., None]:
         probe.is_busy = True
         try:
             with modes, torch.no_grad():
-                hook(probe, *arguments)
+                hook(probe, *arguments, **keywords)
         except Exception as error:
             probe.fail(error)
         finally:
@@ -68,45 +65,69 @@ def quiet(hook: Callable[..., None]) -> Callable[..., None]:
     return guarded
 
 
-def wrapped_always(original: Function, observed: Callable[..., Any]) -> Function:
-    """Return a function that is observed also while the probe itself computes."""
+def wrapped(
+    original: Function,
+    observed: Callable[..., Any],
+    *,
+    is_watched: Callable[[], bool] = lambda: probe_to_ask() is not None,
+) -> Function:
+    """Return a function that is observed on its way to `original`, where it is watched."""
 
     @functools.wraps(original)
     def wrapper(*arguments: Any, **keywords: Any) -> Any:
-        if torch.compiler.is_compiling() or Current.probe is None:
+        if not is_watched():
             return original(*arguments, **keywords)
         return observed(original, *arguments, **keywords)
 
     return wrapper  # type: ignore[return-value]
+
+
+def wrapped_always(original: Function, observed: Callable[..., Any]) -> Function:
+    """Return a function that is observed also while the probe itself computes."""
+
+    def is_watched() -> bool:
+        return not torch.compiler.is_compiling() and Current.probe is not None
+
+    return wrapped(original, observed, is_watched=is_watched)
 
 
 def wrapped_in_forks(original: Function, observed: Callable[..., Any]) -> Function:
     """Return a function that is observed also in forks of a rank, which have no probe."""
-
-    @functools.wraps(original)
-    def wrapper(*arguments: Any, **keywords: Any) -> Any:
-        return observed(original, *arguments, **keywords)
-
-    return wrapper  # type: ignore[return-value]
+    return wrapped(original, observed, is_watched=lambda: True)
 
 
-def wrapped(original: Function, observed: Callable[..., Any]) -> Function:
-    """Return a function that is observed on its way to `original`."""
+def hooked(
+    original: Function,
+    *,
+    before: Callable[..., None] | None = None,
+    after: Callable[..., None] | None = None,
+) -> Function:
+    """Return a function with quiet hooks.
 
-    @functools.wraps(original)
-    def wrapper(*arguments: Any, **keywords: Any) -> Any:
-        if probe_to_ask() is None:
-            return original(*arguments, **keywords)
-        return observed(original, *arguments, **keywords)
+    Args:
+        before: called with what `original` is given.
+        after: called with the result of `original` and what it was given.
+    """
 
-    return wrapper  # type: ignore[return-value]
+    def observed(original: Function, *arguments: Any, **keywords: Any) -> Any:
+        if before is not None:
+            before(*arguments, **keywords)
+        result = original(*arguments, **keywords)
+        if after is not None:
+            after(result, *arguments, **keywords)
+        return result
+
+    return wrapped(original, observed)
 
 
 def is_inside(key: int) -> bool:
     """Return whether an optimizer's step is on the stack: it has not ended by an exception."""
-    frame: Any = sys._getframe(1)
+    steps = (f for f in outwards(sys._getframe(1)) if f.f_code.co_name == "step")
+    return any(id(frame.f_locals.get("self")) == key for frame in steps)
+
+
+def outwards(frame: Any) -> Iterator[Any]:
+    """Yield a frame, and those that called it."""
     while frame is not None:
-        if frame.f_code.co_name == "step" and id(frame.f_locals.get("self")) == key:
-            return True
+        yield frame
         frame = frame.f_back
-    return False

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from spec_tests.watch.norm import Finding, norm
+from spec_tests.watch.norm import Finding, step_norm
 from spec_tests.watch.run import Step
 
 _DDP = "docs.pytorch.org/docs/stable/notes/ddp.html"
@@ -14,7 +14,7 @@ _DATA = "docs.pytorch.org/docs/stable/data.html#torch.utils.data.distributed.Dis
 _ENOUGH = 16  # elements of an input: two smaller ones may be equal by chance
 
 
-@norm("watch.batches.distinct", source=_DATA)
+@step_norm("watch.batches.distinct", source=_DATA)
 def batches_distinct(step: Step) -> Iterator[Finding]:
     """A rank MUST NOT train on the batch that another data-parallel rank has in the same step."""
     for peers in step.peers():
@@ -26,22 +26,18 @@ def batches_distinct(step: Step) -> Iterator[Finding]:
             roots = {forward["root"] for forward in step.events[rank]["forwards"]}
             is_one = len(roots) == 1 and _are_tokens(same[0]) if same else False
             if same and (len(same) == len(ours) or is_one):
-                yield Finding(
-                    "watch.batches.distinct",
-                    f"rank {rank}: expected a batch of its own, got the inputs of rank {peers[0]} "
-                    f"in {len(same)} of the step's {len(ours)} micro-batches",
-                    step.number,
+                yield step.finding(
                     rank,
+                    f"expected a batch of its own, got the inputs of rank {peers[0]} in "
+                    f"{len(same)} of the step's {len(ours)} micro-batches",
                     place=step.events[rank]["forwards"][0]["place"],
-                    likely=step.ask(
-                        "the loader does not know the rank: no DistributedSampler, no offset, "
-                        "one seed"
-                    ),
-                    is_advice=bool(step.doubt),
+                    likely="the loader does not know the rank: no DistributedSampler, no offset, "
+                    "one seed",
+                    needs_replicas=True,
                 )
 
 
-@norm("watch.batches.not-repeated", source=_DATA)
+@step_norm("watch.batches.not-repeated", source=_DATA)
 def batches_not_repeated(step: Step) -> Iterator[Finding]:
     """A rank MUST NOT train on a batch that another rank has had earlier in the same epoch."""
     seen = step.run.seen
@@ -57,15 +53,12 @@ def batches_not_repeated(step: Step) -> Iterator[Finding]:
         repeated = [each for each in again if each[0] != each[1]]
         if repeated and not step.run.looped:
             rank, other, number = repeated[0]
-            yield Finding(
-                "watch.batches.not-repeated",
-                f"rank {rank}: expected new data, got the batch that rank {other} had in step "
-                f"{number}",
-                step.number,
+            yield step.finding(
                 rank,
+                f"expected new data, got the batch that rank {other} had in step {number}",
                 place=step.events[rank]["forwards"][0]["place"],
-                likely=step.ask("ranks walk through the same data with different offsets"),
-                is_advice=bool(step.doubt),
+                likely="ranks walk through the same data with different offsets",
+                needs_replicas=True,
             )
     for rank, event in step.events.items():
         for batch in _batches(event):
@@ -88,7 +81,7 @@ def _are_tokens(batch: tuple[Any, ...]) -> bool:
     return any(dtype.startswith(("int", "uint")) for _, dtype, _ in batch)
 
 
-@norm("watch.steps.same", source=_DDP)
+@step_norm("watch.steps.same", source=_DDP)
 def steps_same(step: Step) -> Iterator[Finding]:
     """All ranks MUST take the same steps: none skips an update that another one takes."""
     if step.is_alone:
@@ -99,13 +92,11 @@ def steps_same(step: Step) -> Iterator[Finding]:
     backwards = {event["backwards"] for event in step.events.values()}
     if few < many and len(backwards) == 1 and 0 < min(backwards) <= few:
         rank = next(r for r, n in windows.items() if n == many)
-        yield Finding(
-            "watch.steps.same",
-            f"rank {rank}: expected {few} training forward{'s' * (few > 1)} before step "
-            f"{step.number} as on the other ranks, got {many}, with {min(backwards)} backward"
-            f"{'s' * (min(backwards) > 1)} on all",
-            step.number,
+        yield step.finding(
             rank,
+            f"expected {few} training forward{'s' * (few > 1)} before step {step.number} as on the "
+            f"other ranks, got {many}, with {min(backwards)} backward"
+            f"{'s' * (min(backwards) > 1)} on all",
             place=step.events[rank]["forwards"][0]["place"],
             likely="an evaluation on this rank alone, without model.eval() and torch.no_grad()",
             is_advice=True,
@@ -113,19 +104,15 @@ def steps_same(step: Step) -> Iterator[Finding]:
         return
     if few and many >= 2 * few and many % few == 0 and len(set(seen.values())) > 1:
         rank = next(r for r, n in windows.items() if n == many)
-        yield Finding(
-            "watch.steps.same",
-            f"rank {rank}: expected step {step.number} after {few} micro-batch{'es' * (few > 1)} "
-            "as on the "
-            f"other ranks, got it after {many}: it skipped an update",
-            step.number,
+        yield step.finding(
             rank,
-            place=step.place(rank),
+            f"expected step {step.number} after {few} micro-batch{'es' * (few > 1)} as on the "
+            f"other ranks, got it after {many}: it skipped an update",
             likely="each rank decides for itself, for example by its own gradients being finite",
         )
 
 
-@norm("watch.replicas.buffers", source=_DDP)
+@step_norm("watch.replicas.buffers", source=_DDP)
 def buffers_equal(step: Step) -> Iterator[Finding]:
     """Floating-point buffers SHOULD be equal on all ranks when a forward begins."""
     for peers in step.peers():
@@ -136,25 +123,23 @@ def buffers_equal(step: Step) -> Iterator[Finding]:
                 ours = lists[rank][index]["buffers"]
                 wrong = [name for name in first if ours.get(name, first[name]) != first[name]]
                 if wrong:
-                    is_first = step.number == 1 and not index
-                    yield Finding(
-                        "watch.replicas.buffers",
-                        f"rank {rank}, {wrong[0]!r}: expected the buffer of rank {peers[0]}, got "
-                        "another one "
-                        f"({len(wrong)} of {len(first)} buffers)",
-                        step.number,
+                    likely = "running statistics are each rank's own: broadcast them, or use "
+                    likely += "SyncBatchNorm"
+                    if step.number == 1 and not index:
+                        likely = "they begin unequal: each rank made its own, and nothing broadcast"
+                        likely += " them"
+                    yield step.finding(
                         rank,
+                        f"expected the buffer of rank {peers[0]}, got another one ({len(wrong)} of "
+                        f"{len(first)} buffers)",
                         wrong[0],
-                        lists[rank][index]["place"],
-                        "they begin unequal: each rank made its own, and nothing broadcast them"
-                        if is_first
-                        else "running statistics are each rank's own: broadcast them, or use "
-                        "SyncBatchNorm",
+                        place=lists[rank][index]["place"],
+                        likely=likely,
                     )
                     return
 
 
-@norm("watch.dropout.differs", source="docs.pytorch.org/docs/stable/notes/randomness.html")
+@step_norm("watch.dropout.differs", source="docs.pytorch.org/docs/stable/notes/randomness.html")
 def dropout_differs(step: Step) -> Iterator[Finding]:
     """Data-parallel ranks SHOULD drop different elements: their random states differ."""
     for peers in step.peers():
@@ -162,22 +147,10 @@ def dropout_differs(step: Step) -> Iterator[Finding]:
         pairs = list(zip(*lists, strict=False))
         drops = [pair for pair in pairs if all(forward["drops"] for forward in pair)]
         if len(peers) > 1 and drops and all(len({f["random"] for f in p}) == 1 for p in drops):
-            yield Finding(
-                "watch.dropout.differs",
+            yield step.finding(
+                None,
                 f"ranks {peers[0]} to {peers[-1]}: the random state is the same on all ranks in "
-                "every forward, "
-                "so their dropout masks are equal",
-                step.number,
+                "every forward, so their dropout masks are equal",
                 place=drops[0][0]["place"],
                 likely="one seed for all ranks: add the rank to it once the weights are made",
             )
-
-
-CHECKS = (
-    batches_distinct,
-    batches_not_repeated,
-    steps_same,
-    buffers_equal,
-    dropout_differs,
-)
-"""Those that are asked of each step."""

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from .blocked import handled_error, is_blocked
+from .guard import outwards
 
 BEAT_SECONDS = 1.0
 _OWN = f"{Path(__file__).parent}{os.sep}"
@@ -138,12 +139,9 @@ class Link:
 
 def error_fields(error: BaseException, trace: Any = None) -> dict[str, str]:
     """Return type, message and the script's innermost line of an exception."""
-    frames = [frame for frame, _ in traceback.walk_tb(trace or error.__traceback__)]
-    place, lines = "", [line for _, line in traceback.walk_tb(trace or error.__traceback__)]
-    for frame, line in zip(reversed(frames), reversed(lines), strict=True):
-        if is_own(frame):
-            place = f"{Path(frame.f_code.co_filename).name}:{line}"
-            break
+    walked = traceback.walk_tb(trace or error.__traceback__)
+    own = [(Path(f.f_code.co_filename).name, line) for f, line in walked if is_own(f)]
+    place = f"{own[-1][0]}:{own[-1][1]}" if own else ""
     return {"type": type(error).__name__, "text": str(error)[:2000], "place": place}
 
 
@@ -216,21 +214,14 @@ def _record(entry: dict[str, Any]) -> list[Any]:
 
 def script_line(frame: Any = None) -> str:
     """Return "file.py:12" of the innermost frame that is the user's own, or ""."""
-    frame = frame or sys._getframe(1)
-    while frame is not None:
-        if is_own(frame):
-            return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
-        frame = frame.f_back
-    return ""
+    own = next(filter(is_own, outwards(frame or sys._getframe(1))), None)
+    return "" if own is None else f"{Path(own.f_code.co_filename).name}:{own.f_lineno}"
 
 
 def script_path() -> int:
     """Return a hash of the user's own lines that are running, from the innermost one outwards."""
-    frame, lines = sys._getframe(1), []
-    while frame is not None:
-        if is_own(frame):
-            lines.append(f"{frame.f_code.co_filename}:{frame.f_lineno}")
-        frame = frame.f_back  # type: ignore[assignment]
+    own = filter(is_own, outwards(sys._getframe(1)))
+    lines = [f"{frame.f_code.co_filename}:{frame.f_lineno}" for frame in own]
     return zlib.crc32("\n".join(lines).encode())
 
 

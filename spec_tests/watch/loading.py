@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils import data as torch_data
 
 from .datasets import identity
-from .guard import quiet, wrapped, wrapped_in_forks
+from .guard import hooked, quiet, wrapped_in_forks
 from .layout import VIEWS, mixed_places
 from .link import script_line
 from .window import tensors_of
@@ -37,10 +37,11 @@ def start(folder: str) -> None:
     """Observe the data loaders of this process."""
     _state["folder"] = folder
     loader: Any = torch_data.dataloader
-    loader.DataLoader.__iter__ = wrapped(loader.DataLoader.__iter__, _iterate)
+    owner = loader.DataLoader
+    owner.__iter__ = hooked(owner.__iter__, before=_begun, after=_iterated)
     base = loader._BaseDataLoaderIter
-    base.__next__ = wrapped(base.__next__, _next)
-    base._next_index = wrapped(base._next_index, _next_index)
+    base.__next__ = hooked(base.__next__, after=_taken)
+    base._next_index = hooked(base._next_index, after=_drawn)
     fetcher: Any = torch_data._utils.fetch._MapDatasetFetcher
     fetcher.fetch = wrapped_in_forks(fetcher.fetch, _fetch)
 
@@ -157,13 +158,7 @@ def fields(feed: Feed | None) -> dict[str, Any] | None:
     return taken
 
 
-def _iterate(original: Any, loader: Any) -> Any:
-    quiet(_begun)(loader)
-    iterator = original(loader)
-    quiet(_iterated)(loader, iterator)
-    return iterator
-
-
+@quiet
 def _begun(probe: Any, loader: Any) -> None:
     _state["pass"] += 1
     probe.feeds.early = []
@@ -172,32 +167,23 @@ def _begun(probe: Any, loader: Any) -> None:
     os.environ[_RANK] = str(os.getpid())
 
 
-def _iterated(probe: Any, loader: Any, iterator: Any) -> None:
+@quiet
+def _iterated(probe: Any, iterator: Any, loader: Any) -> None:
     if hasattr(iterator, "_dataset_kind"):
         probe.feeds.of[iterator] = Feed(loader, iterator, probe.feeds.early)
 
 
-def _next_index(original: Any, iterator: Any) -> Any:
+@quiet
+def _drawn(probe: Any, indices: Any, iterator: Any) -> None:
     """Take what the sampler gives, which a loader hands to its workers some batches before."""
-    indices = original(iterator)
-    quiet(_drawn)(iterator, indices)
-    return indices
-
-
-def _drawn(probe: Any, iterator: Any, indices: Any) -> None:
     feed, numbers = probe.feeds.of.get(iterator), []
     with suppress(TypeError):  # keys that are no numbers
         numbers = [*map(operator.index, indices if isinstance(indices, list) else [indices])]
     (probe.feeds.early if feed is None else feed.coming).append(numbers)
 
 
-def _next(original: Any, iterator: Any) -> Any:
-    batch = original(iterator)
-    quiet(_taken)(iterator, batch)
-    return batch
-
-
-def _taken(probe: Any, iterator: Any, batch: Any) -> None:
+@quiet
+def _taken(probe: Any, batch: Any, iterator: Any) -> None:
     probe.feeds.current = feed = probe.feeds.of.get(iterator)
     if feed is not None:
         feed.begin()

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from spec_tests.watch.norm import Finding, norm
+from spec_tests.watch.norm import Finding, step_norm
 from spec_tests.watch.run import Step
 
 _ACCUMULATION = "huggingface.co/blog/gradient_accumulation"
 _FEW_TOKENS = 16  # so few may be the number of something else
 
 
-@norm("watch.loss.weights", source=_ACCUMULATION)
+@step_norm("watch.loss.weights", source=_ACCUMULATION)
 def loss_weights(step: Step) -> Iterator[Finding]:
     """The mean losses of an update's micro-batches SHOULD be divided by their number, once."""
     weights = {rank: _micro_batches(event) for rank, event in step.events.items()}
@@ -40,8 +40,7 @@ def loss_weights(step: Step) -> Iterator[Finding]:
     else:
         said = _divided_twice(step, weights)
     if said:
-        words, place = f"rank {rank}: {said[0]}", losses[0]["place"]
-        yield Finding("watch.loss.weights", words, step.number, rank, "", place, said[1])
+        yield step.finding(rank, said[0], place=losses[0]["place"], likely=said[1])
 
 
 def _micro_batches(event: Any) -> list[float]:
@@ -87,7 +86,7 @@ def _is(value: float, wanted: float) -> bool:
     return abs(value - wanted) < 1e-3 * wanted
 
 
-@norm("watch.loss.token-counts", source=_ACCUMULATION)
+@step_norm("watch.loss.token-counts", source=_ACCUMULATION)
 def token_counts(step: Step) -> Iterator[Finding]:
     """Means over unequal token counts SHOULD be weighted by the counts."""
     ranks = [_shares(event["losses"]) for event in step.events.values()]
@@ -100,12 +99,11 @@ def token_counts(step: Step) -> Iterator[Finding]:
         weights = [weight for _, weight in found]
         if len(counts) < 2 or max(weights) - min(weights) > 1e-4 * abs(max(weights)):
             continue
-        yield Finding(
-            "watch.loss.token-counts",
+        yield step.finding(
+            None,
             f"ranks {min(step.events)} to {max(step.events)}: losses are means over {min(counts)} "
             f"to {max(counts)} tokens and count alike, so that one token counts up to "
             f"{max(counts) / max(1, min(counts)):.2f} times as much as another",
-            step.number,
             place=losses[0]["place"],
             likely="divide sums by the token count of the whole step, over all ranks and "
             "micro-batches",
@@ -120,7 +118,3 @@ def _shares(losses: list[dict[str, Any]]) -> list[tuple[int, float]]:
         for x in losses
         if x["weight"] and x["tokens"]
     ]
-
-
-CHECKS = (loss_weights, token_counts)
-"""Those that are asked of each step."""

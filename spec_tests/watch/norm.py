@@ -1,8 +1,9 @@
 """What a check of a running script is: a norm with an id, and what it found.
 
-    @norm("watch.replicas.equal", source="...")
-    def replicas_equal(step):
-        \"\"\"Replicated parameters MUST be equal on all ranks after an optimizer step.\"\"\"
+    @rank_norm("watch.scaler.unscaled", source="...")
+    def scaler_unscaled(step, rank, event):
+        \"\"\"Gradients of a loss that a GradScaler scaled MUST be unscaled before the step.\"\"\"
+        return step.finding(rank, "expected ..., got ...") if event["scaled"] else None
 
 The first line of the docstring is the norm, as a clause's is; MUST decides the exit status,
 SHOULD advises. `python -m spec_tests ledger` lists the norms with the clauses. The faulty scripts
@@ -11,9 +12,11 @@ that each reports are in `tests/rig/watched/faults.toml`.
 
 from __future__ import annotations
 
+import functools
 import inspect
+import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from spec_tests.rig.clause import Clause, _validate
@@ -28,7 +31,7 @@ class Finding:
     """One thing that a check saw.
 
     Attributes:
-        norm: id of the norm that does not hold.
+        norm: id of the norm that does not hold; where a check leaves it "", that of the check.
         text: what was expected and what came, with rank and tensor.
         step: of the optimizer, from 1; 0 before the first.
         rank: the rank that it is about; None for all.
@@ -52,20 +55,56 @@ class Finding:
     at: float = 0.0
 
 
-def norm(id: str, *, source: str) -> Callable[[Callable[..., Iterator[Finding]]], Any]:
-    """Register a check under the norm that its docstring begins with.
+Check = Callable[..., Iterator[Finding]]
+RankCheck = Callable[[Any, int, dict[str, Any]], Finding | None]
+STEP_CHECKS: dict[str, Check] = {}
+"""The checks of a step, by the id of their norm."""
+
+
+def norm(id: str, *, source: str) -> Callable[[Check], Check]:
+    """Register a check under the norm that its docstring begins with, and name it in findings.
 
     Raises:
         ValueError: for a malformed id or sentence, as of a clause.
     """
 
-    def register(check: Callable[..., Iterator[Finding]]) -> Callable[..., Iterator[Finding]]:
+    def register(check: Check) -> Check:
         sentence = (inspect.getdoc(check) or "").partition("\n")[0].strip()
         strength = _validate(id, "correct", (), sentence)
+
+        @functools.wraps(check)
+        def named(*arguments: Any) -> Iterator[Finding]:
+            for finding in check(*arguments):
+                yield finding if finding.norm else replace(finding, norm=id)
+
         worlds, everywhere = (1, 2, 3), ("gloo", "cuda")
-        fields = (strength, "correct", (), (), source, "2026.1", worlds, everywhere, "", check)
+        fields = (strength, "correct", (), (), source, "2026.1", worlds, everywhere, "", named)
         NORMS[id] = Clause(id, sentence, *fields)
-        return check
+        return named
+
+    return register
+
+
+def step_norm(id: str, *, source: str) -> Callable[[Check], Check]:
+    """Register a check `(step) -> findings` that is asked of each step."""
+
+    def register(check: Check) -> Check:
+        STEP_CHECKS[id] = norm(id, source=source)(check)
+        return STEP_CHECKS[id]
+
+    return register
+
+
+def rank_norm(id: str, *, source: str) -> Callable[[RankCheck], Check]:
+    """Register a check `(step, rank, event) -> finding`: the first rank that has one is told."""
+
+    def register(check: RankCheck) -> Check:
+        @functools.wraps(check)
+        def of_the_first_rank(step: Any) -> Iterator[Finding]:
+            found = (check(step, rank, event) for rank, event in step.events.items())
+            yield from itertools.islice(filter(None, found), 1)
+
+        return step_norm(id, source=source)(of_the_first_rank)
 
     return register
 

@@ -7,18 +7,14 @@ beside this module adds its own and escapes everything that came from the run.
 from __future__ import annotations
 
 import math
-import re
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from spec_tests.rig.report.templates import of_pages, unindented
+from spec_tests.rig.report.text import several
 
-from spec_tests.rig.report.page import prose
-
-_HERE = Path(__file__).parent
-_HOUSE = _HERE.parent / "rig" / "report" / "house.css"
 _LEFT, _WIDE, _TOP, _LANE = 64, 860, 18, 30
 _LABEL = 44  # least distance between two step numbers
 _MOST_BARS = 800  # beyond them only each n-th step is drawn, and each with a finding
@@ -30,14 +26,12 @@ def page(data: Mapping[str, Any]) -> str:
     Args:
         data: what `verdict.as_data` returns.
     """
-    loader = FileSystemLoader(_HERE)
-    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined)
-    environment.filters["prose"] = prose
     is_judged = data["status"] == 1 or (data["status"] == 0 and data["steps"])
-    return environment.get_template("page.html.jinja").render(
+    template = of_pages(Path(__file__).parent).get_template("page.html.jinja")
+    return template.render(
         data=data,
         command=shlex.join(data["command"]),
-        styles=re.sub(r"\n\s+", "\n", _HOUSE.read_text("utf-8")),
+        styles=unindented("house.css"),
         kind=("good", "bad")[data["status"]] if is_judged else "warn",
         verdict=_verdict(data) if is_judged else "Nothing was judged",
         causes=sorted(data["causes"], key=lambda cause: cause["strength"] != "MUST"),
@@ -52,22 +46,18 @@ def _in_order(norms: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     held = [norm for norm in norms if norm["words"] == "holds"]
     rest = [norm for norm in norms if norm["kind"] == "mute"]
     why = rest[0]["words"] if rest else ""
-    titles = ("", f"{_count(len(held), 'norm')} held", f"{_count(len(rest), 'norm')} {why}")
+    titles = ("", f"{several(len(held), 'norm')} held", f"{several(len(rest), 'norm')} {why}")
     return {t: of for t, of in zip(titles, (open_ones, held, rest), strict=True) if of}
 
 
 def _verdict(data: Mapping[str, Any]) -> str:
     musts = sum(cause["strength"] == "MUST" for cause in data["causes"])
     advice = len(data["causes"]) - musts
-    found = _count(musts, "cause") if musts else "Advice alone, under --strict,"
-    seen = f"{_count(data['steps'], 'step')} of {_count(data['ranks'], 'rank')}"
+    found = several(musts, "cause") if musts else "Advice alone, under --strict,"
+    seen = f"{several(data['steps'], 'step')} of {several(data['ranks'], 'rank')}"
     words = f"{found if data['status'] else 'Nothing wrong'} in {seen}{data.get('replayed', '')}"
     verb = "are" if advice > 1 else "is"
-    return words + (f"; {_count(advice, 'finding')} {verb} advice" if advice else "")
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' * (number != 1)}"
+    return words + (f"; {several(advice, 'finding')} {verb} advice" if advice else "")
 
 
 def _result(norm: Mapping[str, Any], data: Mapping[str, Any], is_judged: bool) -> dict[str, str]:
@@ -105,7 +95,7 @@ def _timeline(data: Mapping[str, Any]) -> dict[str, Any]:
         if y == _TOP and x - max(numbers) >= _LABEL:
             numbers[x] = str(step)
     spans = _spans(data, begun, lasted, lanes)
-    about = f"{_count(len(rows), 'step')} on {_count(len(lanes), 'rank')} in {lasted:.3g} s"
+    about = f"{several(len(rows), 'step')} on {several(len(lanes), 'rank')} in {lasted:.3g} s"
     low = _TOP + len(lanes) * _LANE + 16
     size = {"left": _LEFT, "wide": _WIDE, "low": low, "every": every, "about": about}
     drawn = {"spans": spans, "lanes": lanes, "bars": bars, "marked": marked, "numbers": numbers}

@@ -281,7 +281,7 @@ def _registered_module(probe: Probe, module: nn.Module, *names: Any) -> None:
 
 
 def _before_forward(module: nn.Module, arguments: tuple[Any, ...]) -> None:
-    probe = probe_to_ask()
+    probe: Probe | None = probe_to_ask()
     if probe is None:
         return
     probe.takes_gradients = torch.is_grad_enabled()
@@ -304,7 +304,7 @@ def _entered(
 
 
 def _after_forward(module: nn.Module, arguments: Any, output: Any) -> None:
-    probe = probe_to_ask()
+    probe: Probe | None = probe_to_ask()
     if probe is None:
         return
     # Hooks for all modules come before those of the module itself: a unit of FSDP2 has its full

@@ -18,12 +18,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from .guard import Current
 from .layout import Names, full_weights, is_dtensor, local_of
-from .twin import CannotReplayError, Copy, NoFreedMemory
+from .twin import CannotReplayError, Copy, refusing_collectives, refusing_freed_memory
 
 
 class Recording:
@@ -207,7 +206,7 @@ class Batch:
         Current.is_replaying = True
         casting = torch.autocast(self._device, dtype=self._dtype) if self._casts else nullcontext()
         try:
-            with torch.enable_grad(), casting, _NoCollectives(), NoFreedMemory():  # type: ignore[no-untyped-call]  # torch leaves it bare
+            with torch.enable_grad(), casting, refusing_collectives(), refusing_freed_memory():
                 arguments, keywords = tree_map_only(Tensor, cast, (self._arguments, self._keywords))
                 outputs = _outputs(model(*arguments, **keywords))
                 chosen = [outputs[index] for index in self.arrived]
@@ -258,17 +257,6 @@ def _from_outside(outputs: Sequence[Tensor], arrived: Sequence[Tensor]) -> list[
 
 def _is_compiled(module: nn.Module) -> bool:
     return type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None
-
-
-class _NoCollectives(TorchDispatchMode):
-    """Refuses a forward that communicates: it would do so in the script's groups."""
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if func.namespace in ("c10d", "_c10d_functional"):
-            raise CannotReplayError("the model communicates in its forward")
-        return func(*args, **(kwargs or {}))
 
 
 _Random = tuple[list[Tensor], Any, Any]

@@ -145,7 +145,8 @@ def _deviation(
         return []
     if not any(bool(t.actual.any()) for t in tensors):
         return [Deviation(rank, wrong[0].name, "got zeros", True, len(wrong) - 1)]
-    common = _factor(tensors)
+    common = _factor([(t.mean, t.actual) for t in tensors])
+    common = 1.0 if common is None else common
     if len(tensors) > 1 and all(t.off(common) <= 1 for t in tensors):
         ratio = common / coefficient
         # Reduced by hand, a sum is right where the loss was divided by the number of ranks.
@@ -196,13 +197,12 @@ def _scaled_like(found: Sequence[Tensor | None], wrong: Sequence[Compared]) -> l
     pairs = [(f, t.actual) for f, t in zip(found, wrong, strict=True) if f is not None]
     if any(f.shape != actual.shape for f, actual in pairs):
         return [None] * len(found)
+    factor = _factor(pairs)
+    return [None if f is None or factor is None else f * factor for f in found]
+
+
+def _factor(pairs: Sequence[tuple[Tensor, Tensor]]) -> float | None:
+    """Return the one factor by which the first of all pairs are closest to the second."""
     top = sum(float((f * actual).sum()) for f, actual in pairs)
     bottom = sum(float((f * f).sum()) for f, _ in pairs)
-    return [None if f is None or not bottom else f * (top / bottom) for f in found]
-
-
-def _factor(tensors: Sequence[Compared]) -> float:
-    """Return the factor by which all gradients together are closest to their means."""
-    top = sum(float((t.actual * t.mean).sum()) for t in tensors)
-    bottom = sum(float((t.mean * t.mean).sum()) for t in tensors)
-    return top / bottom if bottom else 1.0
+    return top / bottom if bottom else None

@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from spec_tests.watch.norm import Finding, norm
-from spec_tests.watch.run import Step
+from spec_tests.watch.norm import Finding, rank_norm, step_norm
+from spec_tests.watch.run import NAME_REPLICAS, Event, Step
 
 if TYPE_CHECKING:
     from spec_tests.watch.replayed import Deviation
@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 _CLOSE = 1e-3
 
 
-@norm("watch.replay.gradients", source="Li et al. 2020, section 3.2; ZeRO, Rajbhandari et al. 2020")
+@step_norm(
+    "watch.replay.gradients", source="Li et al. 2020, section 3.2; ZeRO, Rajbhandari et al. 2020"
+)
 def replayed_gradients(step: Step) -> Iterator[Finding]:
     """The optimizer MUST be given the mean over ranks of what the outputs' gradients demand."""
     replays = {rank: event["replay"] for rank, event in step.events.items() if event.get("replay")}
@@ -27,11 +29,8 @@ def replayed_gradients(step: Step) -> Iterator[Finding]:
     found = None if why else _first_deviation(step, replays)
     if found is not None and _are_reduced_in_the_step(step, found.name):
         why = "the optimizer reduces gradients inside its step()"
-    if (
-        found is not None
-        and found.factor == 1.0
-        and not all(r["is_exact"] for r in replays.values())
-    ):
+    is_exact = all(of.get("is_exact") for of in replays.values())
+    if found is not None and found.factor == 1.0 and not is_exact:
         why = "the compiled model draws random numbers in an order of its own"
     if why:
         step.run.notes.append(f"step {step.number} was not replayed: {why}")
@@ -53,40 +52,34 @@ def replayed_gradients(step: Step) -> Iterator[Finding]:
 
 def _unwrapped(step: Step, found: Deviation) -> Finding:
     """Parameters that began unequal and are not reduced, in an optimizer where others are."""
-    return Finding(
-        "watch.replicas.begin-equal",
-        f"rank {found.rank}, {found.name!r}: expected the weights of the other ranks before the "
-        f"first step and reduced gradients, got others and its own ({found.others + 1} tensors)",
-        step.number,
+    said = step.finding(
         found.rank,
+        "expected the weights of the other ranks before the first step and reduced gradients, got "
+        f"others and its own ({found.others + 1} tensors)",
         found.name,
-        step.place(found.rank),
-        "its model is not wrapped, while that of other parameters of the optimizer is",
+        likely="its model is not wrapped, while that of other parameters of the optimizer is",
     )
+    return replace(said, norm="watch.replicas.begin-equal")
 
 
-@norm("watch.reduction.mean", source="Li et al. 2020, section 3.2")
-def summed_by_hand(step: Step) -> Iterator[Finding]:
+@rank_norm("watch.reduction.mean", source="Li et al. 2020, section 3.2")
+def summed_by_hand(step: Step, rank: int, event: Event) -> Finding | None:
     """Gradients that a script sums over the ranks SHOULD be divided by their number."""
-    for rank, event in step.events.items() if not step.doubt else ():
-        given = math.sqrt(sum(norm**2 for norm in event["norms"] if norm))
-        sums = (event["sums"] or 0.0) * _coefficient(event)
-        of_losses = _weight(event) * step.run.world
-        # Where the loss is not known, whoever asks for a step's values is told what is known.
-        is_refused = "reason" in (event["replay"] or {}) and abs(of_losses - 1) > _CLOSE
-        is_asked = is_refused or (_is_mean(step) and not event["replay"])
-        if sums and is_asked and abs(given - sums) < _CLOSE * sums:
-            right = "; right if the loss is divided by their number" * (not _is_mean(step))
-            yield Finding(
-                "watch.reduction.mean",
-                f"rank {rank}: expected the mean over ranks of the gradients, got their sum in the "
-                "step, as all_reduce left it",
-                step.number,
-                rank,
-                place=step.place(rank),
-                likely="the sums are not divided by the number of ranks" + right,
-            )
-            return
+    given = math.sqrt(sum(norm**2 for norm in event["norms"] if norm))
+    sums = (event["sums"] or 0.0) * _coefficient(event)
+    of_losses = _weight(event) * step.run.world
+    # Where the loss is not known, whoever asks for a step's values is told what is known.
+    is_refused = "reason" in (event["replay"] or {}) and abs(of_losses - 1) > _CLOSE
+    is_asked = is_refused or (_is_mean(step) and not event["replay"])
+    if step.doubt or not sums or not is_asked or abs(given - sums) >= _CLOSE * sums:
+        return None
+    right = "; right if the loss is divided by their number" * (not _is_mean(step))
+    return step.finding(
+        rank,
+        "expected the mean over ranks of the gradients, got their sum in the step, as all_reduce "
+        "left it",
+        likely="the sums are not divided by the number of ranks" + right,
+    )
 
 
 def _why_not(step: Step, replays: dict[int, Any]) -> str:
@@ -94,7 +87,7 @@ def _why_not(step: Step, replays: dict[int, Any]) -> str:
     if step.is_alone:
         return "each rank trains weights of its own, and nothing reduces their gradients"
     if step.doubt:
-        return f"{step.doubt}; name the ranks that are replicas, as --replicas 0,1"
+        return f"{step.doubt}; {NAME_REPLICAS}"
     reasons: dict[str, list[int]] = {}
     for rank, of in replays.items():
         if "reason" in of:
@@ -134,15 +127,11 @@ def _finding(step: Step, found: Deviation) -> Finding:
     likely += "the backward: then this is right"
     if found.is_sum:
         likely = "gradients were summed over the ranks and not divided; right if the loss was"
-    return Finding(
-        "watch.replay.gradients",
-        f"rank {found.rank}, {found.name!r}: expected the mean over ranks of the step's own "
-        f"gradients, {found.words}{others}",
-        step.number,
+    return step.finding(
         found.rank,
+        f"expected the mean over ranks of the step's own gradients, {found.words}{others}",
         found.name,
-        step.place(found.rank),
-        "" if found.is_certain else likely,
+        likely="" if found.is_certain else likely,
         is_advice=not found.is_certain,
     )
 

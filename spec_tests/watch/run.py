@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from spec_tests.watch.norm import Finding
 
 Event = dict[str, Any]
 REDUCTIONS = ("all_reduce", "allreduce", "reduce_scatter", "reduce")
@@ -17,6 +20,7 @@ _UNSEEN = (
 )
 _BUSY_SECONDS = 0.1  # of the processor, since a rank was last seen to go on
 _EXCHANGES = ("all_to_all", "alltoall", "scatter")
+NAME_REPLICAS = "name the ranks that are replicas, as --replicas 0,1"
 _FLOATS = {"Float", "Double", "Half", "BFloat16"}
 
 
@@ -34,13 +38,7 @@ class Collective:
     @property
     def numel(self) -> int:
         """Elements that the rank handed in."""
-        total = 0
-        for size in self.sizes:
-            count = 1
-            for each in size:
-                count *= each
-            total += count
-        return total
+        return sum(map(math.prod, self.sizes))
 
     @property
     def is_reduction(self) -> bool:
@@ -114,10 +112,9 @@ class Rank:
         found = (c for c in self.window if since <= c.time < until and _FLOATS & {*c.dtypes})
         return sum(each.numel for each in found)
 
-    def reduced(self, since: int, until: int, *, largest: bool = False) -> int:
-        """Elements that reductions, or the largest one, were given in a span of time."""
-        found = [c.numel for c in self.window if c.is_reduction and since <= c.time < until]
-        return max(found, default=0) if largest else sum(found)
+    def reduced(self, since: int, until: int) -> list[int]:
+        """Elements that each reduction was given in a span of time."""
+        return [c.numel for c in self.window if c.is_reduction and since <= c.time < until]
 
 
 @dataclass(frozen=True)
@@ -136,6 +133,31 @@ class Step:
     def place(self, rank: int) -> str:
         """Return the script's line that took the step."""
         return str(self.events[rank]["place"])
+
+    def finding(
+        self,
+        rank: int | None,
+        text: str,
+        tensor: str = "",
+        *,
+        place: str | None = None,
+        likely: str = "",
+        is_advice: bool = False,
+        needs_replicas: bool = False,
+    ) -> Finding:
+        """Return what a check saw in this step: of one rank, or with None of all.
+
+        Args:
+            text: what was expected and what came; the rank and the tensor are put before it.
+            place: the script's line; that which took the step, where it is left out.
+            needs_replicas: right if ranks hold different parts: advice where that is in doubt.
+        """
+        if rank is not None:
+            text = f"rank {rank}{f', {tensor!r}' if tensor else ''}: {text}"
+            place = self.place(rank) if place is None else place
+        if needs_replicas and self.doubt:
+            likely, is_advice = self.ask(likely), True
+        return Finding("", text, self.number, rank, tensor, place or "", likely, is_advice)
 
     def replicas(self, key: str) -> Iterator[tuple[str, str, dict[int, Any]]]:
         """Yield name, kind and rank to value of each tensor that several ranks hold alike.
@@ -196,10 +218,9 @@ class Step:
 
     def ask(self, likely: str) -> str:
         """Return what is likely where it is in doubt whether the ranks hold replicas."""
-        asked = f"none, if ranks hold different parts of the model: {self.doubt}; "
-        return (
-            asked + "name the ranks that are replicas, as --replicas 0,1" if self.doubt else likely
-        )
+        if not self.doubt:
+            return likely
+        return f"none, if ranks hold different parts of the model: {self.doubt}; {NAME_REPLICAS}"
 
     def peers(self) -> list[list[int]]:
         """Return the ranks that train on different data, in groups; [] where that is unknown."""
@@ -226,9 +247,7 @@ class Run:
     replayed: str = ""
     is_joined: bool = False  # a script used `Join`: uneven inputs are meant
     unequal_starts: set[int] = field(default_factory=set)
-    alone: set[int] = field(
-        default_factory=set
-    )  # optimizers whose ranks train weights of their own
+    alone: set[int] = field(default_factory=set)  # optimizers: each rank trains weights of its own
     seen: dict[tuple[Any, ...], tuple[int, int]] = field(default_factory=dict)
     looped: bool = False
     unheld: dict[tuple[int, str], bool] = field(default_factory=dict)  # whether equal at first
@@ -264,9 +283,9 @@ class Run:
         event["seen"] = rank.forwards
         event["loss"] = None if event["loss"] is None else event["loss"] / event["scale"]
         self.has_messages |= event["messages"]
-        event["reduced"] = rank.reduced(rank.stepped_at, event["begun"])
+        reduced = rank.reduced(rank.stepped_at, event["begun"])
+        event["reduced"], event["largest"] = sum(reduced), max(reduced, default=0)
         event["carried"] = rank.carried(rank.stepped_at, event["begun"])
-        event["largest"] = rank.reduced(rank.stepped_at, event["begun"], largest=True)
         event["is_complete"] = rank.read_until >= event["begun"] and not rank.missed
         event["layout"] = rank.layouts[optimizer]
         rank.batches = (event["feed"] or {}).get("batches")

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from spec_tests.watch.norm import Finding, norm
-from spec_tests.watch.run import Step
+from spec_tests.watch.norm import Finding, rank_norm, step_norm
+from spec_tests.watch.run import Event, Step
 
 _SAMPLER = "docs.pytorch.org/docs/stable/data.html#torch.utils.data.distributed.DistributedSampler"
 _ITERABLE = "docs.pytorch.org/docs/stable/data.html#torch.utils.data.IterableDataset"
@@ -27,7 +27,7 @@ def _feeds(step: Step, peers: list[int]) -> dict[int, Any]:
     return feeds if len(peers) > 1 and all(feeds.values()) else {}
 
 
-@norm("watch.samples.one-split", source=_SAMPLER)
+@step_norm("watch.samples.one-split", source=_SAMPLER)
 def one_split(step: Step) -> Iterator[Finding]:
     """Ranks MUST divide one order of the samples: each its own part, with one seed and epoch."""
     for peers in step.peers():
@@ -38,15 +38,13 @@ def one_split(step: Step) -> Iterator[Finding]:
         for rank, split in rest:
             wrong = _wrong_part(splits, rank, split) or _other_order(first, split, peers[0])
             if wrong:
-                place, is_advice = step.events[rank]["feed"]["place"], bool(step.doubt)
-                yield Finding(
-                    "watch.samples.one-split",
-                    f"rank {rank}: expected {wrong[0]}",
-                    step.number,
+                yield step.finding(
                     rank,
-                    place=place,
-                    likely=step.ask(wrong[1]),
-                    is_advice=is_advice or first["size"] != split["size"],
+                    f"expected {wrong[0]}",
+                    place=step.events[rank]["feed"]["place"],
+                    likely=wrong[1],
+                    is_advice=first["size"] != split["size"],
+                    needs_replicas=True,
                 )
                 return
 
@@ -80,25 +78,22 @@ def _other_order(first: Any, own: Any, rank: int) -> tuple[str, str] | None:
     return words, "each rank divides an order of its own, so that samples are missed or repeated"
 
 
-@norm("watch.samples.workers-divide", source=_ITERABLE)
-def workers_divide(step: Step) -> Iterator[Finding]:
+@rank_norm("watch.samples.workers-divide", source=_ITERABLE)
+def workers_divide(step: Step, rank: int, event: Event) -> Finding | None:
     """Workers that load one stream MUST divide it, so that each sample is loaded once."""
-    for rank, event in step.events.items():
-        times = (event["feed"] or {"doubled": 0})["doubled"]
-        if times:
-            yield Finding(
-                "watch.samples.workers-divide",
-                f"rank {rank}: expected other batches from each of {times} workers, got the same "
-                f"ones, so that each sample is trained on {times} times",
-                step.number,
-                rank,
-                place=event["feed"]["place"],
-                likely="the IterableDataset does not ask get_worker_info() for its part",
-            )
-            return
+    times = (event["feed"] or {"doubled": 0})["doubled"]
+    if not times:
+        return None
+    return step.finding(
+        rank,
+        f"expected other batches from each of {times} workers, got the same ones, so that each "
+        f"sample is trained on {times} times",
+        place=event["feed"]["place"],
+        likely="the IterableDataset does not ask get_worker_info() for its part",
+    )
 
 
-@norm("watch.samples.divided", source=_SAMPLER)
+@step_norm("watch.samples.divided", source=_SAMPLER)
 def samples_divided(step: Step) -> Iterator[Finding]:
     """Data-parallel ranks SHOULD divide the samples of an epoch among them."""
     for peers in step.peers():
@@ -113,12 +108,10 @@ def samples_divided(step: Step) -> Iterator[Finding]:
             again = max(sum(of.values()) - len(of) for of in (own, first))
             is_same = feeds[rank]["epoch"] == feeds[peers[0]]["epoch"]
             if is_same and both >= max(_ENOUGH, step.run.world) and 5 * again < both:
-                yield Finding(
-                    "watch.samples.divided",
-                    f"rank {rank}: expected samples of its own in an epoch, got {both} of "
-                    f"{sum(own.values())} that rank {peers[0]} had in the same one",
-                    step.number,
+                yield step.finding(
                     rank,
+                    f"expected samples of its own in an epoch, got {both} of {sum(own.values())} "
+                    f"that rank {peers[0]} had in the same one",
                     place=feeds[rank]["place"],
                     likely=_LIKELY[kind],
                 )
@@ -146,21 +139,18 @@ def _is_whole(event: Any) -> bool:
     )
 
 
-@norm("watch.samples.shuffled-anew", source=_SAMPLER)
-def shuffled_anew(step: Step) -> Iterator[Finding]:
+@rank_norm("watch.samples.shuffled-anew", source=_SAMPLER)
+def shuffled_anew(step: Step, rank: int, event: Event) -> Finding | None:
     """A sampler that shuffles by the epoch SHOULD be given the epoch before each pass."""
-    for rank, event in step.events.items():
-        feed = event["feed"]
-        if feed and feed["again"]:
-            yield Finding(
-                "watch.samples.shuffled-anew",
-                f"rank {rank}: expected the samples in a new order, got {_order(feed)}",
-                step.number,
-                rank,
-                place=feed["place"],
-                likely="sampler.set_epoch(epoch) is not called before the loader is iterated",
-            )
-            return
+    feed = event["feed"]
+    if not feed or not feed["again"]:
+        return None
+    return step.finding(
+        rank,
+        f"expected the samples in a new order, got {_order(feed)}",
+        place=feed["place"],
+        likely="sampler.set_epoch(epoch) is not called before the loader is iterated",
+    )
 
 
 def _order(feed: Any) -> str:
@@ -169,7 +159,7 @@ def _order(feed: Any) -> str:
     return f"epoch {feed['split']['epoch']} of the sampler again, and so the order of that epoch"
 
 
-@norm("watch.samples.draws-differ", source=_RANDOMNESS)
+@step_norm("watch.samples.draws-differ", source=_RANDOMNESS)
 def draws_differ(step: Step) -> Iterator[Finding]:
     """Random numbers that samples are made with SHOULD differ between data-parallel ranks."""
     for peers in step.peers():
@@ -179,17 +169,12 @@ def draws_differ(step: Step) -> Iterator[Finding]:
         if same:
             names = " and ".join(sorted({word.partition(":")[0] for word in same}))
             names = names.replace("random", "Python's random")
-            yield Finding(
-                "watch.samples.draws-differ",
+            yield step.finding(
+                None,
                 f"ranks {peers[0]} to {peers[-1]}: loading a batch draws random numbers from "
                 f"{names}, whose state is the same on all ranks",
-                step.number,
                 place=feeds[peers[0]]["place"],
                 likely="one seed for all ranks, and the workers' seeds are made of it: samples are "
                 "augmented alike; right if that is meant",
             )
             return
-
-
-CHECKS = (one_split, workers_divide, samples_divided, shuffled_anew, draws_differ)
-"""Those that are asked of each step."""

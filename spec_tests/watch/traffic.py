@@ -14,13 +14,8 @@ _SLOW_SECONDS = 60.0  # for a collective that all ranks have begun
 _EFFECTS = ("abort", "KeyboardInterrupt", "SignalException", "DistBackendError", "DistNetworkError")
 _EFFECT_WORDS = ("gloo", "NCCL", "onnection", "Timed out", "timed out", "Broken pipe", "ollective")
 _KEPT = 20_000  # collectives that not all ranks of their group have sent
-_FREE = (
-    "gather",
-    "scatter",
-    "alltoall",
-    "all_to_all",
-    "allgather",
-)  # what is handed in may differ by rank
+# What is handed in to these may differ by rank.
+_FREE = ("gather", "scatter", "alltoall", "all_to_all", "allgather")
 
 
 class Traffic:
@@ -59,11 +54,9 @@ def collectives_match(sent: dict[int, Collective]) -> Iterator[Finding]:
             yield Finding(
                 "watch.collectives.match",
                 f"rank {rank}: expected {theirs} of rank {first} as collective {ours.number} of "
-                "group "
-                f"{ours.group}, got {ours}",
+                f"group {ours.group}, got {ours}",
                 rank=rank,
-                likely="a branch that only some ranks take, or a parameter that only some ranks "
-                "use",
+                likely="a branch that only some ranks take, or a parameter that only some use",
             )
             return
 
@@ -154,8 +147,7 @@ def ends(run: Run) -> Iterator[Finding]:
             yield Finding(
                 "watch.run.ends",
                 f"rank {rank.rank}: expected it to end, got the end of its process without a word "
-                "(killed, "
-                f"or out of memory) at {_at(rank)}{_after(rank)}",
+                f"(killed, or out of memory) at {_at(rank)}{_after(rank)}",
                 max(rank.steps.values(), default=0),
                 rank.rank,
                 place=rank.place,

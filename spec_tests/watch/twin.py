@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -42,7 +43,7 @@ class Copy:
     def of(self, module: nn.Module) -> nn.Module:
         """Return the copy of a module and all that is in it."""
         copied = self._twin(module)
-        with NoFreedMemory():  # type: ignore[no-untyped-call]  # torch leaves it bare
+        with refusing_freed_memory():
             for twin in self._twins:  # when each is known: an attribute may hold a sibling
                 self._own_attributes(twin)
         return copied
@@ -139,15 +140,35 @@ def _refuse_hooks(module: nn.Module) -> None:
                 )
 
 
-class NoFreedMemory(TorchDispatchMode):
-    """Refuses to read weights that a wrapper has freed: PyTorch's kernels do not look."""
+class Refusing(TorchDispatchMode):
+    """Refuses operations for a reason, if `is_refused(operation, arguments)`."""
+
+    def __init__(self, reason: str, is_refused: Callable[[Any, Any], bool]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it bare
+        self._reason, self._is_refused = reason, is_refused
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if any(map(_is_freed, torch.utils._pytree.tree_leaves((args, kwargs)))):
-            raise CannotReplayError("it reads weights whose memory is freed")
+        if self._is_refused(func, (args, kwargs)):
+            raise CannotReplayError(self._reason)
         return func(*args, **(kwargs or {}))
+
+
+def refusing_freed_memory() -> Refusing:
+    """Refuse to read weights that a wrapper has freed: PyTorch's kernels do not look."""
+    return Refusing(
+        "it reads weights whose memory is freed",
+        lambda _, given: any(map(_is_freed, torch.utils._pytree.tree_leaves(given))),
+    )
+
+
+def refusing_collectives() -> Refusing:
+    """Refuse a forward that communicates: it would do so in the script's groups."""
+    return Refusing(
+        "the model communicates in its forward",
+        lambda operation, _: operation.namespace in ("c10d", "_c10d_functional"),
+    )
 
 
 def _is_freed(value: object) -> bool:

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from spec_tests.watch.norm import Finding, norm
-from spec_tests.watch.run import Step
+from spec_tests.watch.norm import Finding, rank_norm, step_norm
+from spec_tests.watch.run import Event, Step
 
 _JUMP = 5.0  # a schedule changes the rate by less from one step to the next
 _FSDP = "docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html"
 
 
-@norm("watch.numbers.finite", source="docs.pytorch.org/docs/stable/notes/numerical_accuracy.html")
+@step_norm(
+    "watch.numbers.finite", source="docs.pytorch.org/docs/stable/notes/numerical_accuracy.html"
+)
 def numbers_finite(step: Step) -> Iterator[Finding]:
     """Gradients MUST be finite when an optimizer steps with them, and so MUST its weights."""
     bad = {r: e for r, e in step.events.items() if e["bad"]["grads"] and not e["skips"]}
@@ -25,15 +27,13 @@ def numbers_finite(step: Step) -> Iterator[Finding]:
     kind = "weights" if found["before"] else "gradients"
     names = found["before"] or found["grads"]
     when = " before the step" if found["before"] else " in the step"
-    yield Finding(
-        "watch.numbers.finite",
-        f"rank {rank}, {names[0]!r}: expected finite {kind}{when}, got NaN or infinity in "
-        f"{len(names)} of {len(step.layout(rank))} tensors",
-        step.number,
+    yield step.finding(
         rank,
+        f"expected finite {kind}{when}, got NaN or infinity in {len(names)} of "
+        f"{len(step.layout(rank))} tensors",
         names[0],
-        losses[0]["place"] if losses else step.place(rank),
-        _why(losses, bool(found["before"])),
+        place=losses[0]["place"] if losses else None,
+        likely=_why(losses, bool(found["before"])),
         is_advice=not found["before"] and not found["after"],  # the optimizer left the step out
     )
 
@@ -47,12 +47,10 @@ def _loss_finite(step: Step) -> Iterator[Finding]:
     for rank, event in step.events.items():
         losses = [each for each in event["losses"] if each["is_bad"] and each["tokens"] == 0]
         if losses:
-            yield Finding(
-                "watch.numbers.finite",
-                f"rank {rank}: expected a finite loss, got NaN or infinity in {len(losses)} of the "
-                f"step's {len(event['losses'])} losses",
-                step.number,
+            yield step.finding(
                 rank,
+                f"expected a finite loss, got NaN or infinity in {len(losses)} of the step's "
+                f"{len(event['losses'])} losses",
                 place=losses[0]["place"],
                 likely=_why(losses, False),
                 is_advice=True,
@@ -68,120 +66,93 @@ def _why(losses: list[Any], is_old: bool) -> str:
     return "the loss is not finite" if losses else ""
 
 
-@norm("watch.optimizer.moves", source=_FSDP)
-def optimizer_moves(step: Step) -> Iterator[Finding]:
+@rank_norm("watch.optimizer.moves", source=_FSDP)
+def optimizer_moves(step: Step, rank: int, event: Event) -> Finding | None:
     """A step with gradients and a learning rate above zero MUST move the parameters."""
-    for rank, event in step.events.items():
-        rates = [lr for lr, _ in event["options"] if lr]
-        if event["moved"] or event["skips"] or event["bad"]["grads"] or not rates:
-            continue
-        none = all(each is None for each in event["grads"])
-        if event["computed"] and (none or (event["cleared"] and not any(event["grads"]))):
-            yield Finding(
-                "watch.optimizer.moves",
-                f"rank {rank}: expected gradients in the step, got none, though a backward "
-                "computed them",
-                step.number,
-                rank,
-                place=step.place(rank),
-                likely="they are cleared between backward and step",
-            )
-            return
-        if any(event["grads"]) and step.number > 1:
-            yield Finding(
-                "watch.optimizer.moves",
-                f"rank {rank}: expected the step to change the parameters, got the same bits in "
-                "all of them",
-                step.number,
-                rank,
-                place=step.place(rank),
-                likely="the optimizer steps copies, or undoes its update",
-            )
-            return
-
-
-@norm("watch.optimizer.update", source="docs.pytorch.org/docs/stable/optim.html")
-def optimizer_update(step: Step) -> Iterator[Finding]:
-    """A step MUST change each parameter, or this rank's shard of it, by the optimizer's update."""
-    for rank, event in step.events.items():
-        if event["update"] and not event["skips"] and not event["bad"]["grads"]:
-            name, off, of = event["update"]
-            yield Finding(
-                "watch.optimizer.update",
-                f"rank {rank}, {name!r}: expected what {event['title']} makes of it, its gradient "
-                f"and its state, got something else in {off:,} of {of:,} elements",
-                step.number,
-                rank,
-                name,
-                step.place(rank),
-                "it shares memory with another parameter, or is written over in the step",
-            )
-            return
-
-
-@norm("watch.optimizer.precision", source="Micikevicius et al. 2018, section 3.1")
-def optimizer_precision(step: Step) -> Iterator[Finding]:
-    """Parameters of 16 bits SHOULD not lose the optimizer's updates to rounding."""
-    for rank, event in step.events.items():
-        name, share = event["half"] or ("", 1.0)
-        if share < 0.9 and any(event["grads"]):
-            yield Finding(
-                "watch.optimizer.precision",
-                f"rank {rank}, {name!r}: the step changed {100 * share:.0f} % of its elements; in "
-                "the others the update is smaller than half a unit in the last place",
-                step.number,
-                rank,
-                name,
-                step.place(rank),
-                "keep the optimizer's parameters in float32, and compute in 16 bits",
-            )
-            return
-
-
-@norm("watch.optimizer.resumed", source="docs.pytorch.org/docs/stable/optim.html")
-def optimizer_resumed(step: Step) -> Iterator[Finding]:
-    """A step after `load_state_dict` SHOULD have the options of the script and the rate loaded."""
-    for rank, event in step.events.items():
-        loaded = event["loaded"] or {"replaced": [], "rates": []}
-        rates = [lr for lr, _ in event["options"] if lr is not None]
-        jumps = [
-            (was, now)
-            for was, now in zip(loaded["rates"], rates, strict=False)
-            if was and now and not 1 / _JUMP <= now / was <= _JUMP
-        ]
-        if loaded["replaced"]:
-            name, was, now = loaded["replaced"][0]
-            words = f"expected {name} {was} of the script, got {now} of the state that was loaded"
-            likely = "load_state_dict replaces the options that the optimizer was made with"
-        elif jumps:
-            was, now = jumps[0]
-            words = f"expected about lr {was:g} of the state that was loaded, got {now:g}"
-            likely = "the schedule begins anew: its own state was not loaded, or it was made after "
-            likely += "the optimizer's state was loaded; right if a new rate is meant"
-        else:
-            continue
-        place = loaded["place"]
-        yield Finding(
-            "watch.optimizer.resumed", f"rank {rank}: {words}", step.number, rank, "", place, likely
+    rates = [lr for lr, _ in event["options"] if lr]
+    if event["moved"] or event["skips"] or event["bad"]["grads"] or not rates:
+        return None
+    none = all(each is None for each in event["grads"])
+    if event["computed"] and (none or (event["cleared"] and not any(event["grads"]))):
+        return step.finding(
+            rank,
+            "expected gradients in the step, got none, though a backward computed them",
+            likely="they are cleared between backward and step",
         )
-        return
+    if not any(event["grads"]) or step.number == 1:
+        return None
+    return step.finding(
+        rank,
+        "expected the step to change the parameters, got the same bits in all of them",
+        likely="the optimizer steps copies, or undoes its update",
+    )
 
 
-@norm("watch.schedule.per-update", source="docs.pytorch.org/docs/stable/optim.html")
-def schedule_per_update(step: Step) -> Iterator[Finding]:
+@rank_norm("watch.optimizer.update", source="docs.pytorch.org/docs/stable/optim.html")
+def optimizer_update(step: Step, rank: int, event: Event) -> Finding | None:
+    """A step MUST change each parameter, or this rank's shard of it, by the optimizer's update."""
+    if not event["update"] or event["skips"] or event["bad"]["grads"]:
+        return None
+    name, off, of = event["update"]
+    return step.finding(
+        rank,
+        f"expected what {event['title']} makes of it, its gradient and its state, got something "
+        f"else in {off:,} of {of:,} elements",
+        name,
+        likely="it shares memory with another parameter, or is written over in the step",
+    )
+
+
+@rank_norm("watch.optimizer.precision", source="Micikevicius et al. 2018, section 3.1")
+def optimizer_precision(step: Step, rank: int, event: Event) -> Finding | None:
+    """Parameters of 16 bits SHOULD not lose the optimizer's updates to rounding."""
+    name, share = event["half"] or ("", 1.0)
+    if share >= 0.9 or not any(event["grads"]):
+        return None
+    return step.finding(
+        rank,
+        f"the step changed {100 * share:.0f} % of its elements; in the others the update is "
+        "smaller than half a unit in the last place",
+        name,
+        likely="keep the optimizer's parameters in float32, and compute in 16 bits",
+    )
+
+
+@rank_norm("watch.optimizer.resumed", source="docs.pytorch.org/docs/stable/optim.html")
+def optimizer_resumed(step: Step, rank: int, event: Event) -> Finding | None:
+    """A step after `load_state_dict` SHOULD have the options of the script and the rate loaded."""
+    loaded = event["loaded"] or {"replaced": [], "rates": []}
+    rates = [lr for lr, _ in event["options"] if lr is not None]
+    jumps = [
+        (was, now)
+        for was, now in zip(loaded["rates"], rates, strict=False)
+        if was and now and not 1 / _JUMP <= now / was <= _JUMP
+    ]
+    if loaded["replaced"]:
+        name, was, now = loaded["replaced"][0]
+        words = f"expected {name} {was} of the script, got {now} of the state that was loaded"
+        likely = "load_state_dict replaces the options that the optimizer was made with"
+    elif jumps:
+        was, now = jumps[0]
+        words = f"expected about lr {was:g} of the state that was loaded, got {now:g}"
+        likely = "the schedule begins anew: its own state was not loaded, or it was made after "
+        likely += "the optimizer's state was loaded; right if a new rate is meant"
+    else:
+        return None
+    return step.finding(rank, words, place=loaded["place"], likely=likely)
+
+
+@rank_norm("watch.schedule.per-update", source="docs.pytorch.org/docs/stable/optim.html")
+def schedule_per_update(step: Step, rank: int, event: Event) -> Finding | None:
     """A learning-rate schedule SHOULD be stepped once per update, not once per micro-batch."""
-    for rank, event in step.events.items():
-        micro = event["backwards"] or len(event["forwards"])
-        times, place = event["scheduled"] or (0, "")
-        if step.number > 1 and times == micro > 1:
-            yield Finding(
-                "watch.schedule.per-update",
-                f"rank {rank}: expected one step of the schedule for an update, got {times}, as "
-                "many as micro-batches",
-                step.number,
-                rank,
-                place=place,
-                likely="scheduler.step() is called for each micro-batch; right if the schedule's "
-                "length counts these",
-            )
-            return
+    micro = event["backwards"] or len(event["forwards"])
+    times, place = event["scheduled"] or (0, "")
+    if step.number == 1 or not times == micro > 1:
+        return None
+    return step.finding(
+        rank,
+        f"expected one step of the schedule for an update, got {times}, as many as micro-batches",
+        place=place,
+        likely="scheduler.step() is called for each micro-batch; right if the schedule's length "
+        "counts these",
+    )

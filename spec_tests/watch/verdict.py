@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from spec_tests.rig.report.templates import of_texts
+from spec_tests.rig.report.text import several
 from spec_tests.watch import compare
 from spec_tests.watch.norm import NORMS, Finding, is_must
 from spec_tests.watch.run import Run
@@ -64,7 +66,7 @@ _FOLLOWS = {
     "watch.loss.token-counts": (),
     "watch.schedule.per-update": (),
 }
-_ORDER = list(_FOLLOWS)
+ORDER = list(_FOLLOWS)
 # What the other ranks of one that raised are seen to do; some seconds before, where it hung first.
 _AT_THE_END = ("watch.collectives.match", "watch.run.goes-on", "watch.steps.as-many")
 # NaN is unequal to itself, in bytes too, and whatever it is multiplied by.
@@ -117,7 +119,7 @@ def causes_of(findings: Sequence[Finding]) -> list[Cause]:
         if kept.is_advice and not finding.is_advice:
             first[finding.norm] = finding
         times.setdefault(finding.norm, set()).add(finding.step)
-    causes = {id: Cause(first[id], [], len(times[id])) for id in _ORDER if id in first}
+    causes = {id: Cause(first[id], [], len(times[id])) for id in ORDER if id in first}
     explained = set()
     for id in causes:
         cause = next((other for other in causes if _explains(first[other], first[id])), None)
@@ -134,7 +136,7 @@ def _explains(cause: Finding, effect: Finding) -> bool:
         return not effect.is_first and effect.norm in _AT_THE_END and cause.at - 3 < effect.at
     if cause.norm == "watch.numbers.finite" and effect.norm in _OF_NUMBERS:
         return cause.step <= effect.step and (is_must(cause) or not is_must(effect))
-    is_above = _ORDER.index(cause.norm) < _ORDER.index(effect.norm)
+    is_above = ORDER.index(cause.norm) < ORDER.index(effect.norm)
     is_early = not effect.step or cause.step <= effect.step
     weighs = is_must(cause) or not is_must(effect)
     return is_above and is_early and weighs and cause.norm.startswith(_FOLLOWS[effect.norm])
@@ -142,51 +144,20 @@ def _explains(cause: Finding, effect: Finding) -> bool:
 
 def render(verdict: Verdict) -> str:
     """Return the screen, at most 40 lines."""
-    lines = []
-    musts = [c for c in verdict.causes if is_must(c.finding)]
-    advice = len(verdict.causes) - len(musts)
-    seen = f"{verdict.steps} step{'s' * (verdict.steps != 1)}"
-    seen += f" of {verdict.ranks} rank{'s' * (verdict.ranks != 1)}{verdict.replayed}"
-    if verdict.status == 2:
-        lines.append("trainspec watch: nothing was judged")
-    elif not musts:
-        lines.append(
-            f"trainspec watch: nothing wrong in {seen}{_advice(advice)}; {verdict.not_seen} of "
-            f"{len(NORMS)} norms not seen"
-        )
-    else:
-        noun = "cause" if len(musts) == 1 else "causes"
-        lines.append(f"trainspec watch: {len(musts)} {noun} in {seen}" + _advice(advice))
-    for number, cause in enumerate(verdict.causes[:6], start=1):
-        lines += ["", *_lines(number, cause)]
-    if len(verdict.causes) > 6:
-        lines.append(f"and {len(verdict.causes) - 6} more")
-    lines += [""] * bool(verdict.causes) + [f"note: {each}" for each in verdict.unseen[:4]]
-    if verdict.compared:
-        lines.append(f"compare: {verdict.compared}")
-    if verdict.cost:
-        lines.append(verdict.cost)
-    return "\n".join(lines)
-
-
-def _advice(count: int) -> str:
-    return f"; {count} finding{'s are' if count > 1 else ' is'} advice" if count else ""
-
-
-def _lines(number: int, cause: Cause) -> list[str]:
-    found = cause.finding
-    head = f" {number}  [{found.norm}]  {NORMS[found.norm].sentence}"
-    when = f"step {found.step}, " if found.step else ""
-    lines = [head, f"    {when}{found.text}"]
-    if found.place:
-        lines.append(f"    at {found.place}")
-    if found.likely:
-        lines.append(f"    likely: {found.likely}")
-    if cause.times > 1:
-        lines.append(f"    in {cause.times} steps")
-    if cause.effects:
-        lines.append(f"    with it: {', '.join(cause.effects)}")
-    return lines
+    musts = sum(is_must(cause.finding) for cause in verdict.causes)
+    advice = several(len(verdict.causes) - musts, "finding")
+    verb = "is" if len(verdict.causes) - musts == 1 else "are"
+    seen = f"{several(verdict.steps, 'step')} of {several(verdict.ranks, 'rank')}{verdict.replayed}"
+    template = of_texts(Path(__file__).parent).get_template("screen.txt.jinja")
+    screen = template.render(
+        verdict=verdict,
+        norms=NORMS,
+        musts=musts,
+        seen=seen,
+        advice=f"; {advice} {verb} advice" if len(verdict.causes) > musts else "",
+        several=several,
+    )
+    return screen.removesuffix("\n")
 
 
 def write(verdict: Verdict, run: Run, command: Sequence[str], folder: Path) -> None:

@@ -13,14 +13,14 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from hypothesis.errors import Flaky
 
 from spec_tests.rig.clause import Clause
 from spec_tests.rig.judge import Violation, runner, violated
-from spec_tests.rig.judge.replay import last_example
+from spec_tests.rig.judge.replay import last_example, with_values
 from spec_tests.rig.outcomes import Outcome
 from spec_tests.rig.ranks.errors import DIFFERS
 from spec_tests.rig.ranks.world import World, Worlds
@@ -56,10 +56,8 @@ class Repeats:
             try:
                 yield
             except (Violation, Flaky) as error:
-                handle = getattr(clause.test, "hypothesis", None)
-                again = clause if handle is None else replace(clause, test=handle.inner_test)
                 values = {**case, **example, "world": world.size}
-                if found := self._differing(error, again, values, world):
+                if found := self._differing(error, with_values(clause), values, world):
                     for note in getattr(error, "__notes__", ()):  # the values that were drawn
                         found.add_note(note)
                     raise found from error
@@ -122,11 +120,8 @@ def _run(clause: Clause, target: Target, case: Mapping[str, Any], worlds: Worlds
 
 def _fresh(clause: Clause, target: Target, case: Mapping[str, Any]) -> Sequence[str | None]:
     """What runs on fresh ranks show, one after the other."""
-    worlds = Worlds()
-    try:
+    with contextlib.closing(Worlds()) as worlds:
         return [_run(clause, target, case, worlds) for _ in range(_SEQUENCE)]
-    finally:
-        worlds.close()
 
 
 def _difference(message: str) -> str:

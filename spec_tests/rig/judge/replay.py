@@ -19,6 +19,7 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest import mock
 from weakref import WeakKeyDictionary
 
 from spec_tests.rig.clause import Clause
@@ -67,19 +68,20 @@ def last_example(test: Callable[..., Any]) -> Iterator[dict[str, Any]]:
         example.update(drawn)
         inner(*args, **drawn)
 
-    handle.inner_test = remember
-    try:
+    with mock.patch.object(handle, "inner_test", remember):
         yield example
-    finally:
-        handle.inner_test = inner
+
+
+def with_values(clause: Clause) -> Clause:
+    """Return a clause whose test is given the values that hypothesis would draw."""
+    handle = getattr(clause.test, "hypothesis", None)
+    return clause if handle is None else replace(clause, test=handle.inner_test)
 
 
 def _on_gloo(clause: Clause, values: dict[str, Any], world: World) -> str:
-    handle = getattr(clause.test, "hypothesis", None)
-    again = clause if handle is None else replace(clause, test=handle.inner_test)
     case = {**values, "world": world.size}
     assert world.target is not None  # a clause judges something
-    found = runner.run_case(again, world.target, case, world.worlds, transport="gloo")
+    found = runner.run_case(with_values(clause), world.target, case, world.worlds, transport="gloo")
     lines = (line for line in found.message.splitlines() if line and not line.startswith("["))
     failed = found.outcome is not Outcome.PASSED
     drawn = "; live ranks take no schedule" if "gloo" not in clause.transports else ""
@@ -144,11 +146,8 @@ class History:
 
 def _passes(cases: Cases, target: Target) -> bool:
     """Whether the last of the cases passes on fresh ranks that have seen the others."""
-    worlds = Worlds()
-    try:
+    with contextlib.closing(Worlds()) as worlds:
         found = [runner.run_case(clause, target, case, worlds) for clause, case in cases]
-    finally:
-        worlds.close()
     return found[-1].outcome is Outcome.PASSED
 
 

@@ -20,12 +20,13 @@ from __future__ import annotations
 import argparse
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from spec_tests.rig.outcomes import Outcome, is_within
 from spec_tests.rig.report.data import Report, read_report
+from spec_tests.rig.report.templates import of_texts
 
 _HELD = {Outcome.PASSED}
 _BAD = {
@@ -134,48 +135,34 @@ def _likely(cell: Mapping[str, Any] | None, cases: Sequence[str]) -> str:
 
 def render_comparison(before: Report, after: Report, changes: Sequence[Change]) -> str:
     """The comparison as Markdown, for a terminal or a pull request."""
-    lines = [f"# {_name(before)} to {_name(after)}", ""]
-    for key in ("suite", "ledger", "torch", "platform", "transport", "profile"):
-        old, new = before["run"].get(key), after["run"].get(key)
-        if old != new:
-            lines.append(f"- not alike: {key} {old} before, {new} after")
-    lines += _causes(before, after)
-    for kind, title in KINDS.items():
-        those = [change for change in changes if change.kind == kind]
-        lines += [f"## {title}: {len(those)}", ""] if those else []
-        left_out = Counter(_chapter(change) for change in those if change.after == _NOT_RUN)
-        lines += [f"- {where}: {number} not run" for where, number in left_out.items()]
-        for change in those:
-            if change.after == _NOT_RUN:
-                continue
-            advises = "" if change.decides else " (does not decide)"
-            where = f"{change.clause} on {change.implementation}"
-            lines.append(f"- {where}: {change.before} → {change.after}{advises}")
-            named = ", ".join(filter(None, change.cases[:4]))
-            more = f" and {len(change.cases) - 4} more" if len(change.cases) > 4 else ""
-            lines += [f"  cases: {named}{more}"] if named and len(change.cases) > 1 else []
-            lines += [f"  likely: {change.likely}"] if change.likely and kind == "broke" else []
-        lines += [""] if those else []
-    counted = Counter(change.kind for change in changes)
-    lines.append(", ".join(f"{counted[kind]} {kind}" for kind in KINDS))
-    return "\n".join(lines)
+    keys = ("suite", "ledger", "torch", "platform", "transport", "profile")
+    runs = [(key, before["run"].get(key), after["run"].get(key)) for key in keys]
+    template = of_texts().get_template("comparison.md.jinja")
+    return template.render(
+        before=_name(before),
+        after=_name(after),
+        unlike=[(key, old, new) for key, old, new in runs if old != new],
+        causes=[each for pair in _pairs(before, after) for each in _causes(before, after, *pair)],
+        kinds=KINDS,
+        changes=changes,
+        left_out=lambda those: Counter(_chapter(c) for c in those if c.after == _NOT_RUN),
+        not_run=_NOT_RUN,
+    )
 
 
-def _causes(before: Report, after: Report) -> list[str]:
-    """Which causes are gone, which have come, and which are still there."""
-    lines: list[str] = []
-    for old, new in _pairs(before, after):
-        then, now = _causes_of(before, old), _causes_of(after, new)
-        kept = [(one, other) for one in then for other in now if _is_same(one, other)]
-        gone = [cause for cause in then if cause not in [one for one, _ in kept]]
-        come = [cause for cause in now if cause not in [other for _, other in kept]]
-        lines += [f"- cause gone: {cause['text']} ({len(cause['clauses'])})" for cause in gone]
-        lines += [f"- cause come: {cause['text']} ({len(cause['clauses'])})" for cause in come]
-        lines += [
-            f"- cause still there: {now['text']} ({len(then['clauses'])} → {len(now['clauses'])})"
-            for then, now in kept
-        ]
-    return [*lines, ""] if lines else []
+def _causes(before: Report, after: Report, old: str, new: str) -> Iterator[tuple[str, str, str]]:
+    """Yield which causes are gone, which have come, and which are still there, and of how many."""
+    then, now = _causes_of(before, old), _causes_of(after, new)
+    kept = [(one, other) for one in then for other in now if _is_same(one, other)]
+    for what, those, found in (
+        ("gone", then, [one for one, _ in kept]),
+        ("come", now, [other for _, other in kept]),
+    ):
+        for cause in those:
+            if cause not in found:
+                yield what, cause["text"], str(len(cause["clauses"]))
+    for one, other in kept:
+        yield "still there", other["text"], f"{len(one['clauses'])} → {len(other['clauses'])}"
 
 
 def _causes_of(report: Report, name: str) -> list[Mapping[str, Any]]:

@@ -23,6 +23,7 @@ from spec_tests.rig.report.text import (
     implementations,
     render_counts,
     render_table,
+    several,
     verdict_lines,
 )
 
@@ -49,7 +50,7 @@ def render_ending(events: Sequence[Event], *, everything: bool = False) -> str:
             *_render_levels(events, name, None if everything else 3),
         ]
     for why, clauses in absent_here(events):
-        lines.append(f"not here, {_several(len(clauses), 'clause')}: {why}")
+        lines.append(f"not here, {several(len(clauses), 'clause')}: {why}")
     lines += ["", *_verdict(events, found), *_render_next(events)]
     for name, named in found.items():
         lines += _render_causes(name, named, everything=everything)
@@ -114,7 +115,7 @@ def _render_next(events: Sequence[Event]) -> list[str]:
         ids, counted = each["clauses"], Counter(map(chapter, each["clauses"]))
         named = ", ".join(f"{title} {number}" for title, number in counted.items())
         named = _enumerated(ids, 3) if len(counted) == 1 else named
-        lines.append(f"next: --level {each['level']} adds {_several(len(ids), 'clause')}: {named}")
+        lines.append(f"next: --level {each['level']} adds {several(len(ids), 'clause')}: {named}")
         lines.append(f"    {each['command']}")
     return lines
 
@@ -139,7 +140,7 @@ def _render_causes(
     for index, cause in enumerate(shown, in_full + 1):
         lines.append(clipped(f"{index:2}  {cause.title} ({_enumerated(cause.clauses, 1)})", 160))
     if len(shown) < len(rest):
-        lines.append(f"and {_several(len(rest) - len(shown), 'more line')}: --all, or the report")
+        lines.append(f"and {several(len(rest) - len(shown), 'more line')}: --all, or the report")
     return lines
 
 
@@ -148,12 +149,12 @@ def _counted(found: Sequence[Cause], implementation: str) -> str:
     known = [cause for cause in found if cause.is_explained]
     rest = [cause for cause in found if not cause.is_explained]
     explain = "explains" if len(known) == 1 else "explain"
-    failed = f"{_several(_number(known or rest), 'failed clause')} of {implementation}"
-    findings = f"{_several(len(rest), 'finding')} {'is' if len(rest) == 1 else 'are'} not explained"
+    failed = f"{several(_number(known or rest), 'failed clause')} of {implementation}"
+    findings = f"{several(len(rest), 'finding')} {'is' if len(rest) == 1 else 'are'} not explained"
     if not known:
         return f"{failed}: {findings}"
-    line = f"{_several(len(known), 'cause')} {explain} {failed}"
-    return f"{line}; {findings} ({_several(_number(rest), 'clause')})" if rest else line
+    line = f"{several(len(known), 'cause')} {explain} {failed}"
+    return f"{line}; {findings} ({several(_number(rest), 'clause')})" if rest else line
 
 
 def _number(found: Sequence[Cause]) -> int:
@@ -194,10 +195,6 @@ def _enumerated(names: Sequence[str], at_most: int | None) -> str:
     return ", ".join(names[:at_most]) + (f" and {more} more" if more > 0 else "")
 
 
-def _several(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' * (number != 1)}"
-
-
 def render_failures(events: Sequence[Event], *, all_of: bool = False) -> str:
     """Failed cells in full: one case of each cause, or with `all_of` of each clause."""
     blocks = _without_cause(events)
@@ -207,7 +204,7 @@ def render_failures(events: Sequence[Event], *, all_of: bool = False) -> str:
             text = f"{cell.outcome}: {first['message'].rstrip()}"
             if others:
                 named = _enumerated([case["case"] for case in others], None if all_of else 6)
-                text += f"\n({_several(len(others), 'more case')}: {named})"
+                text += f"\n({several(len(others), 'more case')}: {named})"
             if len(cause.clauses) > 1 and not all_of:
                 text += f"\nthe same diagnosis in {', '.join(cause.clauses[1:])}"
             blocks.append(text)

@@ -14,20 +14,16 @@ from __future__ import annotations
 import re
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from html import escape
+from collections.abc import Mapping, Sequence
 from itertools import groupby
-from pathlib import Path
 from typing import Any
-
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import Markup
 
 from spec_tests.rig.outcomes import BROKEN, LEVELS, REFUTED, SILENT, Event, Outcome
 from spec_tests.rig.report import pictures
 from spec_tests.rig.report.data import Report, as_report
 from spec_tests.rig.report.diagnosis import families
 from spec_tests.rig.report.points import got
+from spec_tests.rig.report.templates import of_pages, unindented
 from spec_tests.rig.report.text import WORDS, clip
 
 LEVEL_TITLES = {
@@ -35,9 +31,6 @@ LEVEL_TITLES = {
     "correct": "what the name promises",
     "production": "what PyTorch offers beyond",
 }
-_FOLDER = Path(__file__).parent
-# One line only: a fence, or a back-tick that has no fellow, is left as it is.
-_CODE = re.compile(r"(?<!`)(`{1,2})(?!`)([^`\n]+)\1(?!`)")
 _LACKS = re.compile(r"^not offered: (.+)$", re.MULTILINE)
 _MAX_MESSAGE_LINES = 30
 _MAX_STORIES = 2
@@ -68,12 +61,13 @@ def render_page(events: Sequence[Event]) -> str:
             return "good"
         return "bad" if _is_refuted(report, one, level) else "warn"
 
-    return _template().render(
+    template = of_pages().get_template("page.html.jinja")
+    return template.render(
         report=report,
         names=names,
         title=f"Conformance of {', '.join(names) or 'nothing'}",
-        styles=_unindented("house.css") + _unindented("page.css"),
-        script=_unindented("page.js"),
+        styles=unindented("house.css") + unindented("page.css"),
+        script=unindented("page.js"),
         verdict_kind={0: "good", 1: "bad"}.get(report["verdict"]["status"], "warn"),
         held_to=list(dict.fromkeys(one["level"] for one in found)),
         levels=LEVELS,
@@ -90,24 +84,11 @@ def render_page(events: Sequence[Event]) -> str:
         cards=cards,
         max_cards=_MAX_CARDS,
         open_cards=_OPEN_CARDS,
-        patterns=pictures.PATTERNS,
         ratio_kind=ratio_kind,
         kind_of=_kind,
         got=got,
         points_kind=_points_kind,
     )
-
-
-def _unindented(name: str) -> str:
-    return re.sub(r"\n\s+", "\n", (_FOLDER / name).read_text("utf-8"))
-
-
-def _template() -> Any:
-    environment = Environment(
-        loader=FileSystemLoader(_FOLDER), autoescape=True, undefined=StrictUndefined
-    )
-    environment.filters |= {"prose": prose, "linked": linked}
-    return environment.get_template("page.html.jinja")
 
 
 def _cards(
@@ -248,41 +229,3 @@ def _points_kind(item: Mapping[str, Any]) -> str:
     if item["by_hand"] or item["not_judged"]:
         return "mute"
     return "good" if item["points"] == item["of"] else "bad"
-
-
-def prose(text: str) -> Markup:
-    """Return the text as HTML, escaped, with what is in back-ticks as code.
-
-    >>> print(prose("`x < 1` and a lone `"))
-    <code>x &lt; 1</code> and a lone `
-    """
-    return Markup(_marked(text, _plain))
-
-
-def linked(text: str) -> Markup:
-    """Return the same with bare addresses as links; nothing is fetched unless one is followed.
-
-    >>> print(linked("see https://example.org/a"))
-    see <a href='https://example.org/a' rel='noreferrer'>https://example.org/a</a>
-    """
-    return Markup(_marked(text, lambda plain: " ".join(map(_link, plain.split(" ")))))
-
-
-def _marked(text: str, plain: Callable[[str], str]) -> str:
-    parts, end = [], 0
-    for found in _CODE.finditer(text):
-        parts += [plain(text[end : found.start()]), f"<code>{_plain(found[2])}</code>"]
-        end = found.end()
-    return "".join([*parts, plain(text[end:])])
-
-
-def _plain(text: str) -> str:
-    return escape(text, quote=False)  # it stands between tags, where a quote is only a quote
-
-
-def _link(word: str) -> str:
-    if not word.startswith("https://"):
-        return _plain(word)
-    address = word.rstrip(".,;)")
-    rest = word.removeprefix(address)
-    return f"<a href='{escape(address)}' rel='noreferrer'>{_plain(address)}</a>{_plain(rest)}"

@@ -5,9 +5,7 @@
     memory      bytes over time, and how many were allowed at the moment that is judged
 
 Each takes the part of a case's `evidence` of its name, as `data` documents it, and returns a figure
-with its caption. Colours are the page's own variables, so that they follow light, dark and paper,
-and nothing is said by colour alone: what is wrong is crossed, thick or written. `PATTERNS` goes
-into a page once.
+with its caption. This file says what is where, `pictures.html.jinja` draws it.
 """
 
 from __future__ import annotations
@@ -16,61 +14,47 @@ import math
 import re
 import textwrap
 from collections.abc import Mapping, Sequence
-from html import escape
+from functools import cache
 from typing import Any
 
 from markupsafe import Markup
+
+from spec_tests.rig.report.templates import of_pages
 
 CELL = 10
 _WORDS = 18
 _WIDE, _HIGH = 660, 150
 _MOST_LABELS = 12
 
-PATTERNS = Markup(
-    '<svg class="patterns" aria-hidden="true" width="0" height="0"><defs>'
-    '<pattern id="right" width="10" height="10" patternUnits="userSpaceOnUse">'
-    '<rect class="right" x=".5" y=".5" width="9" height="9"/></pattern>'
-    '<pattern id="wrong" width="10" height="10" patternUnits="userSpaceOnUse">'
-    '<rect class="wrong" x=".5" y=".5" width="9" height="9"/>'
-    '<path class="cross" d="M3 3l4 4M7 3l-4 4"/></pattern>'
-    '<pattern id="odd" width="10" height="10" patternUnits="userSpaceOnUse">'
-    '<rect class="odd" x=".5" y=".5" width="9" height="9"/>'
-    '<circle class="ring" cx="5" cy="5" r="2.2"/></pattern></defs></svg>'
-)
-"""How cells of a grid are filled."""
+
+@cache
+def _drawing() -> Any:
+    return of_pages().get_template("pictures.html.jinja").module
+
 
 # ----------------------------------------------------------------------------------- heat maps
 
 
 def heat_maps(wrong: Mapping[str, Any]) -> Markup:
     """Return a grid of elements for each rank, next to each other as far as there is room."""
-    title, parts = f"Which elements of {wrong['name']} are wrong", []
+    grids = []
     for rank, (cells, rows, columns) in wrong["ranks"].items():
         count = len(cells) - cells.count("-")
         bad = cells.count("1") + cells.count("x")
         # What is right lies below all: a run for each row, not one between any two wrong cells.
         layers = (("right", "01x"), ("wrong", "1"), ("odd", "x"))
-        grid = "".join(
-            f'<path stroke="url(#{name})" d="{runs}"/>'
-            for name, signs in layers
-            if (runs := _runs(cells, columns, signs))
-        )
-        inside = (
-            f'<text x="0" y="12">rank {rank}: {bad}/{count}</text>'
-            f'<g class="grid" transform="translate(0 20)">{grid}</g>'
-        )
-        said = f"rank {rank}: {bad} of {count} cells wrong"
-        size = (max(columns * CELL, 100), 20 + rows * CELL)
-        parts.append(_svg(title, said, inside, size))
+        runs = {name: _runs(cells, columns, signs) for name, signs in layers}
+        words = f"rank {rank}: {bad}/{count}", f"rank {rank}: {bad} of {count} cells wrong"
+        grids.append((*words, max(columns * CELL, 100), 20 + rows * CELL, runs))
     signs = {cell for cells, _, _ in wrong["ranks"].values() for cell in cells}
-    size_of = [" by ".join(map(str, wrong["shape"]))]
+    said = [" by ".join(map(str, wrong["shape"]))]
     keys = {"0": "plain: right", "1": "crossed: wrong", "x": "ringed: not finite"}
-    size_of += [words for sign, words in keys.items() if sign in signs]
+    said += [words for sign, words in keys.items() if sign in signs]
     first = next(iter(wrong["ranks"].values()))
     if len(first[0]) < math.prod(wrong["shape"]):
-        size_of.append("a cell is the worst of several elements")
-    grids = f'<div class="grids">{"".join(parts)}</div>'
-    return Markup(f"<figure>{grids}{_caption(title, '; '.join(size_of))}</figure>")
+        said.append("a cell is the worst of several elements")
+    title = f"Which elements of {wrong['name']} are wrong"
+    return _drawing().heat_maps(title, "; ".join(said), grids)
 
 
 def _runs(cells: str, columns: int, signs: str) -> str:
@@ -92,49 +76,41 @@ def lanes(ranks: Sequence[Mapping[str, Any]]) -> Markup:
 
     A table, so that every rank's are seen on a narrow screen: its cells wrap.
     """
-    rows = _numbers(ranks)
-    several = len({group for group, _ in rows}) > 1
+    keys = _numbers(ranks)
+    several = len({group for group, _ in keys}) > 1
     parted = _parted(ranks)
-    heads = "".join(
-        f'<th scope="col">rank {lane["rank"]} '
-        f'<span class="{"waits" if lane["waits"] else "state"}">{escape(_state(lane))}</span></th>'
+    heads = [
+        (lane["rank"], *(("waits", "is blocked") if lane["waits"] else ("state", lane["state"])))
         for lane in ranks
-    )
-    body = "".join(
-        f'<tr><th scope="row">#{number}{f" of {escape(_short(group))}" if several else ""}</th>'
-        + "".join(_call(lane, (group, number), parted) for lane in ranks)
-        + "</tr>"
-        for group, number in rows
-    )
-    keys = ["the last collectives by number, oldest first"]
-    keys += ["framed: the last that a blocked rank issued"] * any(lane["waits"] for lane in ranks)
-    keys += ["≠: the ranks issued different ones"] * bool(parted)
-    title = "Who waits for whom" if any(lane["waits"] for lane in ranks) else "What was issued last"
-    head = f'<thead><tr><th scope="col">#</th>{heads}</tr></thead>'
-    return Markup(
-        f'<figure><table class="lanes">{head}<tbody>{body}</tbody></table>'
-        f"{_caption(title, '; '.join(keys))}</figure>"
-    )
+    ]
+    rows = [
+        (
+            f"#{number}{f' of {_short(group)}' if several else ''}",
+            [_call(lane, (group, number), parted) for lane in ranks],
+        )
+        for group, number in keys
+    ]
+    waits = any(lane["waits"] for lane in ranks)
+    said = ["the last collectives by number, oldest first"]
+    said += ["framed: the last that a blocked rank issued"] * waits
+    said += ["≠: the ranks issued different ones"] * bool(parted)
+    title = "Who waits for whom" if waits else "What was issued last"
+    return _drawing().lanes(title, "; ".join(said), heads, rows)
 
 
-def _call(lane: Mapping[str, Any], key: _Key, parted: set[_Key]) -> str:
-    """A cell: what a rank issued under a number."""
+def _call(lane: Mapping[str, Any], key: _Key, parted: set[_Key]) -> tuple[str, str, str]:
+    """Return kind and words of what a rank issued under a number, and the whole if it is cut."""
     own = {(group, number): what for what, number, group in lane["calls"]}
     what = own.get(key)
     if what is None:
         known = [number for group, number in own if group == key[0]]
         words = "not issued" if known and key[1] > max(known) else "…" if own else "none known"
-        return f'<td class="absent">{words}</td>'
+        return "absent", words, ""
     kind = "odd" if key in parted else "call"
     if lane["waits"] and [*own][-1] == key:
         kind += " waits"
     short = _short(what)
-    said = f' title="{escape(what)}"' if short.endswith("…") else ""
-    return f'<td class="{kind}"{said}>{"≠ " * (key in parted)}{escape(short)}</td>'
-
-
-def _state(lane: Mapping[str, Any]) -> str:
-    return "is blocked" if lane["waits"] else str(lane["state"])
+    return kind, "≠ " * (key in parted) + short, what if short.endswith("…") else ""
 
 
 def _short(what: str) -> str:
@@ -181,54 +157,53 @@ def _parted(ranks: Sequence[Mapping[str, Any]]) -> set[_Key]:
 def memory(found: Mapping[str, Any]) -> Markup:
     """Return bytes over time as a step line, or a bar for one number, against what is allowed."""
     points, judged, allowed = found["points"], found["judged"], found["allowed"]
-    high, top = _HIGH, max([allowed, *(size for _, size in points)]) or 1
-    wide, column = (260, 120.0) if len(points) == 1 else (_WIDE, _WIDE / len(points))
+    moment, number = points[judged]
+    top = max([allowed, *(size for _, size in points)]) or 1
+    many = len(points) > 1
+    wide, column = (_WIDE, _WIDE / len(points)) if many else (260, 120.0)
 
     def y(size: int) -> float:
-        return round(24 + (high - 24) * (1 - size / top), 1)
+        return round(24 + (_HIGH - 24) * (1 - size / top), 1)
 
-    number = points[judged][1]
-    parts = [f'<path class="axis" d="M0 {high}H{wide}"/>']
     left, right = judged * column, (judged + 1) * column
     line = "".join(
         f"{'L' if at else 'M'}{at * column:.4g} {y(size)}H{(at + 1) * column:.4g}"
         for at, (_, size) in enumerate(points)
     )
-    over = f"M{left:.4g} {high}V{y(number)}H{right:.4g}V{high}z"
-    parts.append(f'<path class="over" d="{over}"/><path class="line" d="{line}"/>')
-    # A limit holds at one moment: at others another amount may be right.
-    parts.append(f'<path class="limit" d="M{left - 8:.4g} {y(allowed)}H{right + 8:.4g}"/>')
-    is_late = right > wide * 0.7
-    x, anchor = (left - 12, "end") if is_late else (right + 12, "start")
-    for size, words in ((allowed, "allowed"), (number, "measured")):
+    x, anchor = (left - 12, "end") if right > wide * 0.7 else (right + 12, "start")
+    words = []
+    for size, name in ((allowed, "allowed"), (number, "measured")):
         shift = 12 if size == allowed and y(allowed) - y(number) < 14 else 0
-        parts.append(
-            f'<text class="{words}" x="{x:.4g}" y="{y(size) + 4 + shift}" '
-            f'text-anchor="{anchor}">{words} {_bytes(size)}</text>'
-        )
-    parts += _labels(points, judged, column) if len(points) > 1 else []
-    moment = points[judged][0]
-    title = f"Bytes that rank {found['rank']} held" + (" over time" if len(points) > 1 else "")
+        words.append((name, y(size) + 4 + shift, f"{name} {_bytes(size)}"))
     said = f"{moment}: {number} bytes, allowed {allowed}"
-    low = high + 32 * (len(points) > 1)
     few = 1 < len(points) <= _MOST_LABELS
-    every = "; ".join(f"{words} {size}" for words, size in points) if few else ""
-    drawn = _svg(title, "; ".join(filter(None, [said, every])), "".join(parts), (wide, low))
-    return Markup(f"<figure>{drawn}{_caption(title, said)}</figure>")
+    every = [f"{words} {size}" for words, size in points] if few else []
+    return _drawing().memory(
+        title=f"Bytes that rank {found['rank']} held" + " over time" * many,
+        said=said,
+        whole="; ".join([said, *every]),
+        size=(wide, _HIGH + 32 * many),
+        axis=f"M0 {_HIGH}H{wide}",
+        over=f"M{left:.4g} {_HIGH}V{y(number)}H{right:.4g}V{_HIGH}z",
+        line=line,
+        # A limit holds at one moment: at others another amount may be right.
+        limit=f"M{left - 8:.4g} {y(allowed)}H{right + 8:.4g}",
+        words=(f"{x:.4g}", anchor, words),
+        moments=_labels(points, judged, column) if many else [],
+    )
 
 
-def _labels(points: Sequence[Sequence[Any]], judged: int, column: float) -> list[str]:
-    """Every moment, or where they are many the first, the judged and the last."""
-    shown = range(len(points))
-    chosen = set(shown) if len(points) <= _MOST_LABELS else {0, judged, len(points) - 1}
-    parts = ['<g class="moments">']
-    for at in sorted(chosen):
-        kind = ' class="judged"' if at == judged else ""
-        parts += [
-            f'<text{kind} x="{(at + 0.5) * column:.4g}" y="{165 + 13 * row}">{escape(word)}</text>'
-            for row, word in enumerate(textwrap.wrap(str(points[at][0]), 8)[:2])
-        ]
-    return [*parts, "</g>"]
+def _labels(
+    points: Sequence[Sequence[Any]], judged: int, column: float
+) -> list[tuple[bool, str, int, str]]:
+    """Return where to write which moments: all, or of many the first, the judged and the last."""
+    chosen = range(len(points))
+    at_ends = sorted({0, judged, len(points) - 1})
+    return [
+        (at == judged, f"{(at + 0.5) * column:.4g}", 165 + 13 * row, word)
+        for at in (chosen if len(points) <= _MOST_LABELS else at_ends)
+        for row, word in enumerate(textwrap.wrap(str(points[at][0]), 8)[:2])
+    ]
 
 
 def _bytes(size: int) -> str:
@@ -236,19 +211,3 @@ def _bytes(size: int) -> str:
         if size >= 10 * of:
             return f"{size / of:,.0f} {unit}"
     return f"{size:,} bytes"
-
-
-# ------------------------------------------------------------------------------------------ all
-
-
-def _svg(title: str, said: str, inside: str, size: tuple[int, int]) -> str:
-    width, height = size[0] + 2, size[1] + 2
-    return (
-        f'<svg role="img" width="{width}" height="{height}" '
-        f'viewBox="-1 -1 {width} {height}"><title>{escape(title)}</title>'
-        f"<desc>{escape(said)}</desc>{inside}</svg>"
-    )
-
-
-def _caption(title: str, words: str) -> str:
-    return f"<figcaption><strong>{escape(title)}</strong> {escape(words)}</figcaption>"

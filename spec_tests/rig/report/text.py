@@ -37,6 +37,7 @@ from spec_tests.rig.outcomes import (
 )
 from spec_tests.rig.ranks.errors import NOT_HERE
 from spec_tests.rig.report.causes import FRAME, causes, is_own
+from spec_tests.rig.report.templates import of_texts
 
 WORDS = {
     Outcome.PASSED: "pass",
@@ -78,6 +79,15 @@ def chapter(clause: str) -> str:
     'ddp'
     """
     return clause.split(".", 1)[0]
+
+
+def several(number: int, noun: str) -> str:
+    """Return a number with its noun.
+
+    >>> several(1, "case"), several(2, "case")
+    ('1 case', '2 cases')
+    """
+    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def render_cell(cell: Cell | None) -> str:
@@ -145,24 +155,21 @@ def render_counts(events: Sequence[Event], implementation: str) -> str:
 
 def render_summary(events: Sequence[Event]) -> str:
     """The whole page as Markdown."""
-    first = header(events)
-    lines = ["# Conformance", "", *verdict_lines(events), ""]
-    for name in implementations(events):
-        lines.append(f"- **{name}**: {render_counts(events, name)}")
-        counted = count_levels(cells(events, name)).items()
-        by_level = " · ".join(f"{level} {passed}/{of}" for level, (passed, of) in counted)
-        lines += [f"  ({by_level})"] if by_level else []
-    for name in implementations(events):
-        named = [f"- {c.title} ({', '.join(c.clauses)})" for c in causes(events, name)]
-        lines += ["", f"## Causes in {name}", "", *named] if named else []
-    lines += ["", render_table(events), ""]
-    lines += _failure_cards(events)
-    if absent := absent_here(events):
-        lines += ["## Not here", "", *(f"- {why}: {', '.join(c)}" for why, c in absent), ""]
-    lines += _closest_margins(events)
-    lines += ["## The run", ""]
-    lines += [f"- {key}: `{first[key]}`" for key in RUN_KEYS if key in first]
-    return "\n".join(lines) + "\n"
+    first, names = header(events), implementations(events)
+    template = of_texts().get_template("summary.md.jinja")
+    return template.render(
+        verdict=verdict_lines(events),
+        counts={name: render_counts(events, name) for name in names},
+        levels={name: count_levels(cells(events, name)) for name in names},
+        causes={name: found for name in names if (found := causes(events, name))},
+        table=render_table(events),
+        failed=[cell for cell in cells(events) if cell.outcome in REFUTED | BROKEN],
+        words=WORDS,
+        fenced=_fenced,
+        absent=absent_here(events),
+        margins=_closest_margins(events),
+        run={key: first[key] for key in RUN_KEYS if key in first},
+    )
 
 
 def verdict_lines(events: Sequence[Event]) -> list[str]:
@@ -196,24 +203,6 @@ def grid(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([padded[0], rule, *padded[1:]])
 
 
-def _failure_cards(events: Sequence[Event]) -> list[str]:
-    """Each cell that needs attention: its first decisive case in full, the others by name."""
-    lines: list[str] = []
-    for cell in cells(events):
-        if cell.outcome not in REFUTED | BROKEN:
-            continue
-        first, *others = cell.decisive_cases
-        lines += [f"### {WORDS[cell.outcome]}: {cell.clause} on {cell.implementation}", ""]
-        lines += [f"{cell.strength}, level {cell.level}, case `{first['case'] or 'only one'}`", ""]
-        message = _fenced(first["message"])
-        lines += [*message, ""]
-        named = ", ".join(f"`{case['case']}`" for case in others)
-        lines += [f"{cell.outcome} as well: {named}", ""] if others else []
-        if first["rerun"] not in "\n".join(message):  # where the message does not end with it
-            lines += [f"again: `{first['rerun']}`", ""]
-    return ["## What did not hold", "", *lines] if lines else []
-
-
 def absent_here(events: Sequence[Event]) -> list[tuple[str, list[str]]]:
     """Each reason why this machine could not tell, once, with the clauses that it concerns."""
     waiting: dict[str, dict[str, None]] = {}
@@ -225,7 +214,7 @@ def absent_here(events: Sequence[Event]) -> list[tuple[str, list[str]]]:
     return [(why, list(clauses)) for why, clauses in waiting.items()]
 
 
-def _closest_margins(events: Sequence[Event]) -> list[str]:
+def _closest_margins(events: Sequence[Event]) -> list[tuple[float, Event]]:
     """The passing cases that came closest to their tolerance: where a bound may be too tight."""
     rows = []
     for event in results(events):
@@ -233,19 +222,15 @@ def _closest_margins(events: Sequence[Event]) -> list[str]:
         ratios = [float(margin["ratio"]) for margin in event["margins"]]
         if ratios and event["outcome"] == Outcome.PASSED:
             # NaN compares with nothing; as infinity it comes first and is seen.
-            worst = max(math.inf if math.isnan(ratio) else ratio for ratio in ratios)
-            where = f"{event['clause']} `{event['case']}` on {event['implementation']}"
-            rows.append((worst, where))
-    rows.sort(key=lambda row: -row[0])
-    lines = [f"- {worst:.3g} of the tolerance: {where}" for worst, where in rows[:_MAX_MARGINS]]
-    return ["## Closest margins", "", *lines, ""] if lines else []
+            rows.append((max(math.inf if math.isnan(r) else r for r in ratios), event))
+    return sorted(rows, key=lambda row: -row[0])[:_MAX_MARGINS]
 
 
-def _fenced(message: str) -> list[str]:
+def _fenced(message: str) -> str:
     text = clip(message.rstrip() or "no message", _MAX_MESSAGE_LINES)
     # A fence longer than any run of backticks inside cannot be closed by the message.
     fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
-    return [f"{fence}text", *text.splitlines(), fence]
+    return "\n".join([f"{fence}text", *text.splitlines(), fence])
 
 
 def clip(text: str, limit: int) -> str:
