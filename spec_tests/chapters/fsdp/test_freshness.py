@@ -7,6 +7,7 @@ loss still falls, only later and less: that is why nobody notices.
 from __future__ import annotations
 
 import contextlib
+from typing import Any
 
 import pytest
 import torch
@@ -312,7 +313,7 @@ def test_a_forward_of_a_whole_model_uses_weights_that_were_written(world, subjec
 
 def full_of_unsharded(ctx, subject, is_stepped):
     """Full parameters of what was unsharded by hand and then updated, and the shards' values."""
-    rank = on_rank(ctx, subject, "stack")
+    rank: Any = on_rank(ctx, subject, "stack")
     before = full_parameters(ctx, rank.wrapped, rank.names)
     rank.backward("0")
     rank.unshard("now")

@@ -67,9 +67,9 @@ class WrappedToy(ABC):
     def finish(self) -> None:
         """End the synchronisation of a backward pass."""
 
-    def zero_grad(self) -> None:
+    def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients through the optimizer."""
-        self.optimizer.zero_grad()
+        self.optimizer.zero_grad(set_to_none=set_to_none)
 
     @abstractmethod
     def gradients(self) -> Gradients:
