@@ -55,7 +55,7 @@ def main(arguments: Sequence[str]) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--only", default="*", help="glob over near-misses' ids")
+    parser.add_argument("--only", nargs="+", default=["*"], help="globs over near-misses' ids")
     parser.add_argument("--side-by-side", type=int, default=os.cpu_count() or 1, help="processes")
     parser.add_argument("--accuracy", action="store_true", help="of those that were taken")
     options = parser.parse_args(arguments)
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str]) -> int:
         if not card.is_benign
         and card is not FORCED_FAILURE
         and card.is_here
-        and fnmatch.fnmatchcase(card.id, options.only)
+        and any(fnmatch.fnmatchcase(card.id, glob) for glob in options.only)
     ]
     kept = load()
     of = {name: found for name, found in kept.of.items() if name in CATALOGUE}
