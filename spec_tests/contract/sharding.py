@@ -75,6 +75,7 @@ def fully_shard(
     Level `production`:
         ignored: Parameters in `ignored_params` stay plain, whole and local, and are not sent.
         lists: A list of modules is one unit.
+        slices: A slice of a sharded container is an object of the container's own class.
         async-unshard: `unshard(async_op=True)` starts a gather; `reshard` discards that gather.
         setters: The setters in `spec_tests/chapters/fsdp/test_settings.py` act as PyTorch's.
         unequal-ranks: Where ranks differ in modules or policy, all ranks raise.
@@ -155,6 +156,9 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
     Level `correct`:
         full-weights: The method computes with full weights, like `forward`.
+
+    Level `production`:
+        sharded-only: The call changes nothing on a module that is not sharded.
     """
 
 

@@ -144,6 +144,25 @@ CALLS: dict[str, Any] = {
 }
 
 
+def registered_in_vain(ctx, subject):
+    """The output of a registered method of a model that was never sharded."""
+    module = encoder().to(ctx.device)
+    ctx.impl.register_fsdp_forward_method(module, "encode")
+    return {"output": module.encode(batch(ctx.rank).to(ctx.device)).detach()}
+
+
+@clause(
+    "fsdp.lifecycle.registered-method-of-unsharded",
+    needs=("register_fsdp_forward_method",),
+    source="contract: sharded-only; " + METHODS,
+    worlds=(2,),
+)
+def test_a_module_that_is_not_sharded_keeps_its_method(world, subject):
+    """Registering a method of a module that is not sharded MUST change nothing."""
+    plain = [{"output": encoder().encode(batch(rank)).detach()} for rank in range(world.size)]
+    judge.tensors(world.run(registered_in_vain, subject), plain, quantity="output")
+
+
 def unregistered(ctx, subject, case):
     """What a method gives that nobody has registered; None where it raises."""
     module = encoder().to(ctx.device)

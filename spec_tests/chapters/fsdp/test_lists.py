@@ -148,3 +148,20 @@ def test_a_list_of_which_a_part_ran_is_freed(world, subject):
 
     whole = sum(p.numel() for p in of_integers(Apart()).parameters())
     judge.equal(ranks, whole, quantity="elements that had to be gathered again")
+
+
+def sliced(ctx, subject):
+    """The name of the class of a slice of a sharded container."""
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)).to(ctx.device)
+    ctx.impl.fully_shard(model)
+    return type(model[:1]).__name__
+
+
+@clause(
+    "fsdp.init.slices-are-plain",
+    source="contract: slices; torch.distributed.fsdp.fully_shard; FSDPModule.__new__",
+    worlds=(2,),
+)
+def test_a_slice_of_a_sharded_container_is_not_sharded(world, subject):
+    """A slice of a sharded container MUST be an object of the container's own class."""
+    judge.equal(world.run(sliced, subject), "Sequential", quantity="class of a slice")

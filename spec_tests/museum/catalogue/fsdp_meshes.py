@@ -220,3 +220,26 @@ OPTIONS.near_miss(
     seen="Units are compared by the name that errors call them by.",
     unseen="The tie of a test is that of an embedding and a head.",
 )
+
+MODULE.near_miss(
+    "fsdp.registers-what-is-not-sharded",
+    "fsdp.lifecycle.registered-method-of-unsharded",
+    "- if not isinstance(module, FSDPModule):",
+    "-     return",
+    does="Looks for the unit of a module that has none when its method is registered.",
+    seen="A mutant of the reference that no clause told: the early return dropped.",
+    unseen="Who registers a method has sharded the module, except with a switch that is off.",
+)
+
+MODULE.near_miss(
+    "fsdp.slices-are-sharded",
+    "fsdp.init.slices-are-plain",
+    "- original: Any = cls.__mro__[2]",
+    "- self = original.__new__(original)",
+    "- self.__init__(*args, **kwargs)  # type: ignore[misc]  # an object of another class",
+    "- return self",
+    "+ return super().__new__(cls)",
+    does="Makes a slice of a sharded container an object of the sharded class, without a unit.",
+    seen="The class of a module is replaced, and `nn.Sequential` slices by `self.__class__(...)`.",
+    unseen="Slicing is for pipelines and for looking at a model, after it was sharded.",
+)
