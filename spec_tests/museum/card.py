@@ -42,7 +42,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 from spec_tests import plain
 from spec_tests.museum.patching import Patch, patched_class, patches_of
@@ -88,7 +88,7 @@ class Impostor:
     def functions(self) -> Callable[[], Functions] | None:
         """Makes the contract functions that replace those of the implementation below."""
         code = self.code
-        if code is not None and self.patches and not issubclass(code, Patched):
+        if code is not None and self.patches:
             return lambda: patched_class(code, self.patches).functions()
         return getattr(code, "functions", None)
 
@@ -110,14 +110,6 @@ class Impostor:
     def is_benign(self) -> bool:
         """True for correct but unusual code, which nothing may reject."""
         return not self.rejected_by
-
-
-class Patched:
-    """Base of near-misses of the reference itself, in whose `module` `find` becomes `replace`."""
-
-    module: ClassVar[str]
-    find: ClassVar[str]
-    replace: ClassVar[str]
 
 
 class FreeStanding:
@@ -217,11 +209,8 @@ def benign(id: str, *, also: tuple[str, ...] = ()) -> Callable[[Kind], Kind]:
 
 def _of_class(card: Impostor, code: Kind) -> Kind:
     """Add the card, with what the class says of itself."""
-    own: tuple[Patch, ...] = ()
-    if issubclass(code, Patched):
-        own = ((code.module, code.find, code.replace),)
     requires, alone = getattr(code, "requires", ""), getattr(code, "alone", False)
-    _add(replace(card, patches=own, requires=requires, alone=alone))
+    _add(replace(card, requires=requires, alone=alone))
     return code
 
 

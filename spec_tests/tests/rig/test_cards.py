@@ -53,20 +53,6 @@ def test_a_decorated_class_is_a_card(catalogue):
     assert (found.patches, found.alone, found.is_benign) == ((), False, False)
 
 
-def test_a_patched_class_is_a_card_of_one_patch(catalogue):
-    @card.benign("benign.same")
-    class Same(card.Patched):
-        """Is the same."""
-
-        module, find, replace = "solution.step", "a", "b"
-
-    found = catalogue["benign.same"]
-    assert (found.does, found.seen, found.unseen) == ("Is the same.", "", "")
-    assert (found.patches, found.functions) == ((("solution.step", "a", "b"),), None)
-    assert found.is_benign
-    assert found.code is Same
-
-
 def test_a_difference_is_a_card(catalogue):
     clip = card.Source("spec_tests.plain.clip", alone=True)
     difference = ("  a", "- b", "+ c", "...", "- d")
@@ -130,7 +116,7 @@ def test_a_story_that_lacks_a_part_is_an_error(catalogue, story: str):
 
 def test_a_docstring_of_the_base_is_no_story(catalogue):
     with pytest.raises(ValueError, match=r"Lost: expected a docstring"):
-        card.benign("benign.lost")(type("Lost", (card.Patched,), {}))
+        card.benign("benign.lost")(type("Lost", (card.FreeStanding,), {}))
 
 
 def test_an_id_is_taken_once(catalogue):
