@@ -38,7 +38,7 @@ class Compiled(Shards):
     def __init__(self, ctx, subject, how="", option="", fullgraph=False):  # type: ignore[no-untyped-def]  # a body
         self.how, self.option, self.fullgraph = how, option, fullgraph
         super().__init__(ctx, subject, Scene.of("stack"))
-        self.called = self.whole or self.wrapped
+        self.called = self.wrapped if self.whole is None else self.whole
 
     def wrap(self):
         """Compile, and shard blocks and the whole."""

@@ -49,14 +49,14 @@ class WrappedToy(ABC):
         """This rank's inputs `[4, 6]` of a micro-batch."""
         return self.toy.batch(self.seed, rank=self.ctx.rank, micro=micro).to(self.ctx.device)
 
-    def loss(self, micro: int = 0) -> torch.Tensor:
-        """Forward of this rank's micro-batch number `micro`."""
+    def loss(self, micro: int = 0, **flags: Any) -> torch.Tensor:
+        """Forward of this rank's micro-batch number `micro`, flags by position."""
         model = self.wrapped if self.called is None else self.called
-        return self.ctx.world_size * sum_of_squares(model(self.batch(micro)))
+        return self.ctx.world_size * sum_of_squares(model(self.batch(micro), *flags.values()))
 
-    def backward(self, micro: int = 0) -> None:
+    def backward(self, micro: int = 0, **flags: Any) -> None:
         """Forward and synchronised backward of a micro-batch, and the finish after it."""
-        self.loss(micro).backward()
+        self.loss(micro, **flags).backward()
         self.finish()
 
     @abstractmethod
