@@ -206,6 +206,12 @@ def main(argv: Sequence[str]) -> int:
         exploration = Exploration(impl, worlds, arguments.level, entries)
         if arguments.line:
             first = [Drawn(s, size, arguments.line) for s in subjects for size in sizes]
+            try:
+                for one in first:
+                    law.legal(one.line, one.subject, one.size)
+            except ValueError as error:
+                print(f"explore: {error}", file=sys.stderr)
+                return 2
             drawn: Iterator[Drawn] = iter(first)
         else:
             known = [Drawn(e.judges, e.size, e.line) for e in listed if e.judges in subjects]

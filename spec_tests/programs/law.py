@@ -19,11 +19,12 @@ import torch
 
 from spec_tests.programs import look, sent, shown, trained
 from spec_tests.programs.alone import SEED, Alone
-from spec_tests.programs.calls import Program, after, parsed, spelled
+from spec_tests.programs.calls import VERBS, Program, after, parsed, spelled
 from spec_tests.programs.faults import FAULTS, RIGHT
 from spec_tests.programs.laws import refusal
 from spec_tests.programs.pieces import put_together
 from spec_tests.programs.scene import OPTIMIZER, REPLICAS, SHARDS, TRAINERS, Scene
+from spec_tests.programs.state import State
 from spec_tests.programs.stepped import Divided, Stepped
 from spec_tests.programs.ways import WAYS
 from spec_tests.rig import judge
@@ -92,6 +93,27 @@ def follow(
     }
 
 
+def legal(situation: str, subject: str, size: int) -> tuple[Scene, Program, State]:
+    """Return scene and program of a line, and the state that the program leaves.
+
+    Raises:
+        ValueError: The function has no such situation on so many ranks.
+    """
+    scene, program = read(situation)
+    words = f"{situation!r} is no situation of {subject} on {size} ranks"
+    if not scene.exists(subject, size):
+        raise ValueError(f"{words}: its words do not exist together there, see `scene.py`")
+    for number, (name, *_) in enumerate(program, 1):
+        if after(program[:number], scene, subject, size) is None:
+            of = VERBS[name].of
+            why = "the contract does not say what it does there"
+            why = why if subject in of else f"it is a call of {', '.join(of)} alone"
+            raise ValueError(f"{words}: call {number} is {name!r}, and {why}; see `calls.py`")
+    left = after(program, scene, subject, size)
+    assert left is not None
+    return scene, program, left
+
+
 def same_as_alone(
     world: World,
     subject: str,
@@ -113,10 +135,7 @@ def same_as_alone(
     """
     __tracebackhide__ = True
     looks = LOOKS if looks is True else looks or ()
-    scene, program = read(situation)
-    left = after(program, scene, subject, world.size)
-    if left is None or not scene.exists(subject, world.size):
-        raise ValueError(f"{situation!r} is no situation of {subject} on {world.size} ranks")
+    scene, program, left = legal(situation, subject, world.size)
     situation = written(scene, program)
     judge.SITUATION.get().given = ", ".join(filter(None, (situation, given)))
     with tempfile.TemporaryDirectory(prefix="trainspec-") as folder:

@@ -6,7 +6,7 @@
     source = "weights kept after a backward, of which one optimizer of two was noticed"
     size = 2
     level = "correct"
-    formerly = "fsdp.some.clause"   # optional: the clause that it was
+    formerly = "fsdp.accumulation.nothing-to-all-reduce"   # optional: the clause that it was
 
 A crossing of which no user would look for a sentence in the contract is a line here, and no clause.
 """

@@ -28,7 +28,7 @@ def _of_body(finding: Finding) -> str:
     kind = "ends" if "ends" in entry else "ranks" if "ranks" in entry else "alone"
     settings = [f"RANKS = {entry['ranks']}"] if "ranks" in entry else []
     if kind == "ends":
-        settings += ["SECONDS = 8", f"RIGHT = {tuple(entry['ends'])}"]
+        settings += ["SECONDS = 20", f"RIGHT = {tuple(entry['ends'])}"]
     else:
         settings += [f"EXPECTED = {entry['returns']}"]
     variables = entry.get("environment", {}).items()

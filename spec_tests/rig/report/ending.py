@@ -126,7 +126,8 @@ def _render_causes(
     """What to mend first comes first: the lowest level, then the most frequent."""
     if not found:
         return []
-    lines = ["", f"{_counted(found, implementation)}; mend the first one first"]
+    advice = "; mend the first one first" if len(found) > 1 else ""
+    lines = ["", f"{_counted(found, implementation)}{advice}"]
     if everything:
         whole = [_render_cause(index, cause, None) for index, cause in enumerate(found, 1)]
         return [*lines, *itertools.chain.from_iterable(whole)]
@@ -152,7 +153,7 @@ def _counted(found: Sequence[Cause], implementation: str) -> str:
     failed = f"{several(_number(known or rest), 'failed clause')} of {implementation}"
     findings = f"{several(len(rest), 'finding')} {'is' if len(rest) == 1 else 'are'} not explained"
     if not known:
-        return f"{failed}: {findings}"
+        return failed if len(rest) == 1 else f"{failed}: {findings}"
     line = f"{several(len(known), 'cause')} {explain} {failed}"
     return f"{line}; {findings} ({several(_number(rest), 'clause')})" if rest else line
 

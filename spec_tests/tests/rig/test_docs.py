@@ -15,7 +15,7 @@ from spec_tests.contract import FUNCTIONS
 from spec_tests.contract.skeletons import SUBJECTS
 from spec_tests.impls import parse
 from spec_tests.museum import CATALOGUE
-from spec_tests.programs import law
+from spec_tests.programs import law, seeds
 from spec_tests.programs.scene import Scene
 from spec_tests.rig import judge, ledger
 from spec_tests.rig.judge import expectations
@@ -75,7 +75,7 @@ def test_every_command_names_what_exists(page: Path):
 
 def test_every_clause_that_is_named_anywhere_exists():
     """In prose, code and TOML; the tests of the rig itself make up ids of their own."""
-    ids = {clause.id for clause in ledger.load_all()}
+    known = {clause.id for clause in ledger.load_all()} | {seed.formerly for seed in seeds.load()}
     word = r"[a-z0-9]+(?:-[a-z0-9]+)*"
     chapter = "|".join(ledger.CHAPTERS)
     # Neither a module ("chapters.data.x"), nor a file, a call or a pattern ("ddp.traffic.*").
@@ -91,7 +91,7 @@ def test_every_clause_that_is_named_anywhere_exists():
         f"{file.relative_to(REPOSITORY_ROOT)}: {id}"
         for file in [*files, REPOSITORY_ROOT / "README.md"]
         for id in named.findall(file.read_text(encoding="utf-8"))
-        if id not in ids and not id.endswith((".weight", ".bias"))  # parameters of a model
+        if id not in known and not id.endswith((".weight", ".bias"))  # parameters of a model
     }
     assert unknown == set()
 
