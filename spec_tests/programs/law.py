@@ -89,7 +89,7 @@ def follow(
         "seen": seen,
         "sent": sends.calls,
         "afterwards": before and (before, look.warmed_step(rank, seen)),
-        "form": look.form_of(rank) if "form" in looks else None,
+        "form": look.form_of(rank, program) if "form" in looks else None,
     }
 
 

@@ -79,6 +79,7 @@ def formerly_clauses(found: Iterable[Seed]) -> dict[str, str]:
 
 def append(file: Path, seed: Seed) -> None:
     """Write a situation at the end of a file, which is made if there is none."""
-    lines = [f"{key} = {json.dumps(value)}" for key, value in asdict(seed).items() if value]
+    entry = {key: value for key, value in asdict(seed).items() if key != "formerly" or value}
+    lines = [f"{key} = {json.dumps(value)}" for key, value in entry.items()]
     with file.open("a", encoding="utf-8") as stream:
         stream.write("\n".join(["", "[[seed]]", *lines, ""]))

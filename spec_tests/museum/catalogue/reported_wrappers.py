@@ -139,7 +139,10 @@ FSDP.near_miss(
 )
 
 
-@near_miss("fsdp.prefetches-when-recomputing", rejected_by="fsdp.backward.activation-checkpointing")
+@near_miss(
+    "fsdp.prefetches-when-recomputing",
+    rejected_by="fsdp.backward.activation-checkpointing-in-a-whole-model",
+)
 class PrefetchesWhenRecomputing(PlainFsdp):
     """Gathers the next unit in a forward inside of a backward, which is over for that unit.
 

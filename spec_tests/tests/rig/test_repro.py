@@ -14,7 +14,7 @@ from spec_tests.programs.repro.situations import FOLDER, recipe_of
 from spec_tests.rig import ledger
 from spec_tests.tests.rig.helpers import python
 
-LINES = 110
+LINES = 115
 DDP = """\
 import torch.distributed as dist
 def ddp(module, *, process_group=None):
