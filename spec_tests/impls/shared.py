@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -62,7 +63,7 @@ def whole(norm: Any) -> torch.Tensor:
     return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
 
 
-class LoopTrainer:
+class LoopTrainer(ABC):
     """What trainers of the contract share that own a `model`, `optimizer` and `rates`."""
 
     model: Any
@@ -75,9 +76,9 @@ class LoopTrainer:
         if len(micro_batches) != self.accumulation:
             raise ValueError(f"expected {self.accumulation}, got {len(micro_batches)}")
 
+    @abstractmethod
     def forward(self, batch: Any) -> torch.Tensor:
         """Return the loss of a batch."""
-        raise NotImplementedError
 
     def evaluate(self, batch: Any) -> torch.Tensor:
         """Return the loss in evaluation mode, without gradients."""

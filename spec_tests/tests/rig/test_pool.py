@@ -131,7 +131,12 @@ def test_every_generator_is_seeded_by_seed_and_rank(worlds: Worlds):
 def surroundings(ctx: Context) -> list[object]:
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "CUDA_VISIBLE_DEVICES")
     group = str(dist.get_backend()), dist.get_world_size()
-    return [*group, *(os.environ[name] for name in names), torch.get_num_threads(), str(ctx.device)]
+    return [
+        *group,
+        *(os.environ.get(name) for name in names),
+        torch.get_num_threads(),
+        str(ctx.device),
+    ]
 
 
 def test_a_rank_on_cpu_has_gloo_and_one_thread_and_sees_no_gpu(own: Worlds):

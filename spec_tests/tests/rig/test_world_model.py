@@ -213,6 +213,18 @@ def test_a_seed_that_is_not_legal_is_refused(tmp_path):
         seeds.load(tmp_path / "mine.toml")
 
 
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ("mlp: backward 0, freeze 1", r"call 2 is 'freeze', and it is a call of fully_shard, "),
+        ("2x2: backward 0", r"ddp on 2 ranks: its words do not exist together there"),
+    ],
+)
+def test_a_situation_that_does_not_exist_says_why(line: str, why: str):
+    with pytest.raises(ValueError, match=why):
+        law.legal(line, "ddp", 2)
+
+
 def test_words_of_a_verb_are_known():
     for verb in VERBS.values():
         assert {*verb.takes.split()} <= {"micro", *WORDS}
