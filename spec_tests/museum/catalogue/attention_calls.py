@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 from spec_tests.museum.card import Source, near_miss
 from spec_tests.plain.attention import PlainAttention, Tensor
 
@@ -22,19 +20,6 @@ PLAIN.near_miss(
     does="Reads dO with contiguous strides.",
     seen="flash-attn issue 355; in the study it survived every usual test.",
     unseen="dO made by `randn` is contiguous.",
-)
-
-PLAIN.near_miss(
-    "attention.one-set-of-strides",
-    ("attention.layout.strides", "attention.layout.expanded-keys"),
-    "+ k, v = (t.as_strided(q.shape, q.stride()) if t.shape == q.shape else t for t in (k, v))",
-    "  k, v = k[:, heads], v[:, heads]",
-    "...",
-    "  q, k, v, out, lse = saved",
-    "+ k, v = (t.as_strided(q.shape, q.stride()) if t.shape == q.shape else t for t in (k, v))",
-    does="Reads k and v with the strides of q.",
-    seen="The Triton tutorial asserts that they are the same.",
-    unseen="They are, in tests.",
 )
 
 PLAIN.near_miss(
@@ -141,7 +126,11 @@ PLAIN.near_miss(
 
 PLAIN.near_miss(
     "attention.keeps-probabilities",
-    "attention.memory.keeps-no-scores",
+    (
+        "attention.memory.keeps-no-scores",
+        "attention.memory.forward-is-linear",
+        "attention.memory.peak-is-linear",
+    ),
     "+ heads = self.kv_heads_of(q.shape[1], k.shape[1])",
     "+ out.probabilities = (q.detach() @ k.detach()[:, heads].mT).softmax(-1)",
     '  return (out, lse) if options.get("return_lse") else out',
@@ -150,43 +139,6 @@ PLAIN.near_miss(
     unseen="The values are right.",
 )
 
-
-@near_miss(
-    "attention.materialised",
-    rejected_by=("attention.memory.forward-is-linear", "attention.memory.keeps-no-scores"),
-)
-class Materialised(PlainAttention):
-    """Has all scores in memory.
-
-    From: A reference that was to be replaced, under the name of what replaces it.
-    Unseen: The values are right.
-
-    The definition, gradients by autograd; rows that see nothing apart.
-    """
-
-    def apply(self, *args):
-        q, k, v, causal, scale = args
-        wide = self.wide(q.dtype)
-        heads = self.kv_heads_of(q.shape[1], k.shape[1]).to(q.device)
-        s = q.to(wide) @ k.to(wide)[:, heads].mT * scale
-        seen = torch.ones(s.shape[-2:], dtype=torch.bool, device=q.device)
-        seen = seen.tril(k.shape[2] - q.shape[2]) if causal else seen
-        blind = ~seen.any(dim=-1)[:, None]
-        s = s.masked_fill(~(seen | blind), -torch.inf).masked_fill(blind, 0.0)
-        p = s.softmax(dim=-1).masked_fill(blind, 0.0)
-        out = (p @ v.to(wide)[:, heads]).to(q.dtype)
-        return out, s.logsumexp(dim=-1).masked_fill(blind[:, 0], -torch.inf)
-
-
-PLAIN.near_miss(
-    "attention.materialises-in-backward",
-    "attention.memory.peak-is-linear",
-    "  dk, dv = (self.summed(t, k, heads) for t in (dk, dv))",
-    "+ dv += 0.0 * (q @ kv[0].mT)[0, 0, 0, 0]",
-    does="Makes all scores at once in the backward.",
-    seen="A tiled forward, and a backward that recomputes the whole, as exercises suggest.",
-    unseen="The values are right; what the forward keeps is small.",
-)
 
 PLAIN.near_miss(
     "attention.computes-hidden-tiles",

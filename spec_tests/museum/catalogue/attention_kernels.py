@@ -89,16 +89,6 @@ FORWARD.near_miss(
 )
 
 FORWARD.near_miss(
-    "attention.kernel-blind-tile-is-nan",
-    "attention.blind-rows.zeros",
-    '- shift = tl.where(new_max == float("-inf"), 0.0, new_max)',
-    "+ shift = new_max",
-    does="Subtracts -inf from -inf in a tile where a row sees nothing.",
-    seen="flash-attn, vLLM issue 4405: a first tile that is hidden for some rows.",
-    unseen="With equal lengths the first tile of keys is seen by all.",
-)
-
-FORWARD.near_miss(
     "attention.kernel-rows-of-32-bits",
     "attention.layout.offsets-of-64-bits",
     "- k += batch * k_batch + head // GROUP * k_head",

@@ -19,16 +19,6 @@ PLAIN.near_miss(
 )
 
 PLAIN.near_miss(
-    "attention.causal-strict",
-    ("attention.causal.first-row", "attention.causal.equal-lengths"),
-    "- return key[None, :] <= row[:, None] + shift",
-    "+ return key[None, :] < row[:, None] + shift",
-    does="Hides the diagonal too.",
-    seen="`>` for `>=`.",
-    unseen="The loss still falls.",
-)
-
-PLAIN.near_miss(
     "attention.causal-one-ahead",
     ("attention.causal.prefix", "attention.causal.hidden-keys-do-not-matter"),
     "- return key[None, :] <= row[:, None] + shift",
@@ -39,32 +29,6 @@ PLAIN.near_miss(
 )
 
 PLAIN.near_miss(
-    "attention.masks-by-adding",
-    ("attention.causal.hidden-keys-do-not-matter", "attention.blind-rows.zeros"),
-    "- return s.masked_fill(~self.visible(rows, keys, shift), -torch.inf)",
-    "+ return s - 1e4 * (~self.visible(rows, keys, shift)).to(s.dtype)",
-    "...",
-    "- return keys.start > rows[-1] + shift",
-    "+ return False",
-    does="Adds -1e4 to hidden scores.",
-    seen="BERT's mask.",
-    unseen="Scores are small, so they stay below it.",
-)
-
-PLAIN.near_miss(
-    "attention.masks-by-adding-more",
-    "attention.causal.hidden-keys-of-any-size",
-    "- return s.masked_fill(~self.visible(rows, keys, shift), -torch.inf)",
-    "+ return s - 1e6 * (~self.visible(rows, keys, shift)).to(s.dtype)",
-    "...",
-    "- return keys.start > rows[-1] + shift",
-    "+ return False",
-    does="Adds -1e6 to hidden scores.",
-    seen="What the exercise of CS336 says.",
-    unseen="No score of a trained model comes near it.",
-)
-
-PLAIN.near_miss(
     "attention.causal-ignored",
     "attention.causal.equal-lengths",
     '- causal = options.get("causal", False)',
@@ -72,42 +36,6 @@ PLAIN.near_miss(
     does="Takes the flag and ignores it.",
     seen="CS336 allows it in the version without Triton, where 10 of 25 leave it so.",
     unseen="The course tests that version without the mask.",
-)
-
-PLAIN.near_miss(
-    "attention.counts-padding",
-    "attention.shapes.ragged-lengths",
-    "+ missing = 0 if causal else -k.shape[-2] % self.tile_k",
-    "+ k, v = (torch.nn.functional.pad(t, (0, 0, 0, missing)) for t in (k, v))",
-    "  out, lse = self.apply(q, k, v, causal, scale)",
-    does="Pads the keys to a whole tile and masks none of them.",
-    seen="A load with `other=0` and no mask on the scores.",
-    unseen="Lengths that are multiples of the tile.",
-)
-
-PLAIN.near_miss(
-    "attention.counts-padding-without-backward",
-    "attention.shapes.lengths-of-the-forward",
-    "+ missing = 0 if causal else -k.shape[-2] % self.tile_k",
-    "+ k, v = (torch.nn.functional.pad(t, (0, 0, 0, missing)) for t in (k, v))",
-    "  out, lse = self.apply(q, k, v, causal, scale)",
-    "...",
-    "- q, k, v, out, lse = saved",
-    '+ raise RuntimeError("returned an incorrect number of gradients")',
-    does="Likewise, and its backward raises.",
-    seen="`assert NotImplementedError(...)` in place of a backward, in a solution of CS336.",
-    unseen="What compares outputs after a backward sees the backward raise, and nothing else.",
-)
-
-PLAIN.near_miss(
-    "attention.drops-tail",
-    "attention.shapes.ragged-lengths",
-    "- return self.tiles(num, self.tile_k)",
-    "+ whole = self.tiles(num, self.tile_k)",
-    "+ return [tile for tile in whole if len(tile) == self.tile_k] or whole",
-    does="Leaves the last keys out where they fill no tile.",
-    seen="`seq_k // BLOCK` for a ceiling.",
-    unseen="Lengths that are multiples of the tile.",
 )
 
 PLAIN.near_miss(

@@ -94,16 +94,6 @@ LOAD.near_miss(
 )
 
 PLAIN.near_miss(
-    "checkpoint.leaves-the-rest-in-the-file",
-    "checkpoint.mismatch.raises",
-    "- wrong |= own.keys() ^ saved.keys()",
-    "+ wrong |= own.keys() - saved.keys()",
-    does="Loads into a model that lacks some of what was saved.",
-    seen="`{name: saved[name] for name in module.state_dict()}`",
-    unseen="The other way round, a name that is missing in the file, is a KeyError.",
-)
-
-PLAIN.near_miss(
     "checkpoint.copies-before-checking",
     "checkpoint.mismatch.changes-nothing",
     '- self.check(bare(model), state["model"])',

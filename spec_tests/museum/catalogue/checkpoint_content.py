@@ -20,16 +20,6 @@ PLAIN.near_miss(
 )
 
 PLAIN.near_miss(
-    "checkpoint.no-random-state",
-    ("checkpoint.content.random-state", "checkpoint.resume.equals-uninterrupted"),
-    '- torch.set_rng_state(own["torch"])',
-    "+ pass",
-    does="Does not bring back torch's generator.",
-    seen="nanoGPT, picotron and most trainers that save a state dict",
-    unseen="Models without dropout resume exactly.",
-)
-
-PLAIN.near_miss(
     "checkpoint.first-ranks-random-state",
     ("checkpoint.content.random-state", "checkpoint.resume.wrapped"),
     "- return rank() if len(everyone) == size() else 0",
@@ -92,26 +82,6 @@ PLAIN.near_miss(
     does="Saves the state that the first rank has of a sharded optimizer.",
     seen="`if rank == 0: torch.save(optimizer.state)`, from before the optimizer was sharded",
     unseen="It saves, it loads, and a part of the moments is warm.",
-)
-
-PLAIN.near_miss(
-    "checkpoint.rate-alone",
-    "checkpoint.content.optimizer",
-    '- found[names[id(parameter)]] = {"options": options, "state": entries}',
-    '+ found[names[id(parameter)]] = {"options": {"lr": options["lr"]}, "state": entries}',
-    does="Of the optimizer's options brings back the learning rate alone.",
-    seen="a scheduler's state, saved in place of the groups",
-    unseen="The other options are those of the script, until a phase of training changes one.",
-)
-
-PLAIN.near_miss(
-    "checkpoint.no-options",
-    "checkpoint.content.optimizer",
-    '- found[names[id(parameter)]] = {"options": options, "state": entries}',
-    '+ found[names[id(parameter)]] = {"options": {}, "state": entries}',
-    does="Saves state of the optimizer, not its options: the learning rate starts anew.",
-    seen="Megatron issue 7468: weight decay of the launch for a step after loading",
-    unseen="Schedules that are computed from the step hide it.",
 )
 
 NAMED.near_miss(

@@ -15,17 +15,6 @@ PLAIN = Source("spec_tests.plain.checkpoint")
 SAVE = Source("solution.checkpoint.save")
 
 
-PLAIN.near_miss(
-    "checkpoint.to-the-final-name",
-    ("checkpoint.crash.old-or-new", "checkpoint.crash.same-step-again"),
-    "- temporary = self.temporary(root)",
-    '+ temporary = root / f"step-{step}.pt"',
-    does="Writes straight to the final name.",
-    seen="the course's trainer, nanoGPT, picotron",
-    unseen="It takes a kill in the wrong second.",
-)
-
-
 @near_miss("checkpoint.in-place-parts", rejected_by="checkpoint.crash.same-step-again")
 class InPlaceParts(PlainCheckpoint):
     """Replaces the files of a folder one by one.

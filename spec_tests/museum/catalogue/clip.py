@@ -145,18 +145,6 @@ CLIP.near_miss(
 )
 
 CLIP.near_miss(
-    "clip.clips-each-by-itself",
-    "clip.scaling.factor",
-    "- self.local(gradient).mul_(self.factor(norm))",
-    "+ whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient",
-    "+ own = torch.linalg.vector_norm(whole.double(), self.order)",
-    "+ self.local(gradient).mul_(self.factor(own))",
-    does="Clips every gradient to max_norm by itself.",
-    seen="A loop over parameters around clip_grad_norm_.",
-    unseen="Every single norm is as asked.",
-)
-
-CLIP.near_miss(
     "clip.normalises",
     "clip.scaling.untouched-below",
     "- return (self.max_norm / (norm + 1e-6)).clamp(max=1.0)",

@@ -20,16 +20,6 @@ LOADER.near_miss(
 )
 
 LOADER.near_miss(
-    "data.no-shift",
-    "data.partition.shifted-by-one",
-    "- return rows[:, :-1].clone(), rows[:, 1:].clone()",
-    "+ return rows[:, :-1].clone(), rows[:, :-1].clone()",
-    does="The targets are the inputs.",
-    seen="A model that shifts by itself, swapped for one that does not.",
-    unseen="The loss falls, to zero even.",
-)
-
-LOADER.near_miss(
     "data.one-stream",
     ("data.partition.sequences-stay-in-a-shard", "data.partition.global-order"),
     "- return sum(self.sequences_in(count) for count in self.counts)",
@@ -68,16 +58,6 @@ LOADER.near_miss(
     unseen="The global batch is the same set: only its order depends on W.",
 )
 
-LOADER.near_miss(
-    "data.overlapping-offsets",
-    ("data.partition.ranks-differ", "data.partition.global-order"),
-    "- first = (batch * self.size + self.rank) * self.batch_size",
-    "+ first = batch * self.size * self.batch_size + self.rank * (self.batch_size - 1)",
-    does="Neighbouring ranks share a sequence.",
-    seen="rank * (batch_size - 1), where the T + 1 of a buffer was confused with B.",
-    unseen="Nobody counts.",
-)
-
 
 @near_miss(
     "data.advances-alone",
@@ -110,19 +90,6 @@ LOADER.near_miss(
     does="The first ranks get one batch more.",
     seen="datasets' split_dataset_by_node: 17 rows on 3 ranks give 6, 6, 5.",
     unseen="It covers the data, and hangs at the end of the epoch.",
-)
-
-LOADER.near_miss(
-    "data.repeats-the-first",
-    ("data.partition.equally-many-batches", "data.partition.ranks-differ"),
-    "- return self.num_sequences() // (self.batch_size * self.size)",
-    "+ return -(-self.num_sequences() // (self.batch_size * self.size))",
-    "...",
-    "+ number %= self.num_sequences()",
-    "  for shard, count in enumerate(self.counts):",
-    does="Fills the last batch with the first sequences.",
-    seen="torch's DistributedSampler without drop_last.",
-    unseen="All ranks have equally many batches.",
 )
 
 LOADER.near_miss(

@@ -17,22 +17,6 @@ REFERENCE = Source("solution.data.loader")
 
 
 LOADER.near_miss(
-    "data.counts-prefetched",
-    ("data.state.counts-what-was-yielded", "data.state.resumes-exactly"),
-    "+ queue = []",
-    "  for index in range(begin, self.num_batches()):",
-    "...",
-    "-     yield batch",
-    "+     queue.append(batch)",
-    "+     if len(queue) > 2:",
-    "+         yield queue.pop(0)",
-    "+ yield from queue",
-    does="Counts what a queue has read ahead.",
-    seen="A state dict of the sampler in place of the loader: DataLoader with workers.",
-    unseen="Two batches are lost per restart, of thousands.",
-)
-
-LOADER.near_miss(
     "data.counts-iter",
     "data.state.counts-what-was-yielded",
     "- self.yielded = begin",
@@ -106,17 +90,6 @@ LOADER.near_miss(
     does="A state from the end of a pass begins a whole one.",
     seen="Position modulo length.",
     unseen="A run that had stopped exactly there trains an epoch too many.",
-)
-
-LOADER.near_miss(
-    "data.loads-only-when-new",
-    "data.state.load-moves-a-used-loader",
-    '- self.begin = self.yielded = state["batches"]',
-    "+ if not self.yielded:",
-    '+     self.begin = self.yielded = state["batches"]',
-    does="Ignores a state once it has been used.",
-    seen="An iterator that is kept between epochs.",
-    unseen="Everybody resumes with a new loader.",
 )
 
 LOADER.near_miss(

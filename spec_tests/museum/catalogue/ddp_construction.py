@@ -45,19 +45,6 @@ DDP.near_miss(
 )
 
 DDP.near_miss(
-    "ddp.averages-at-start",
-    "ddp.construction.parameters-from-first-rank",
-    "- self.take_first(module.parameters())",
-    "+ for parameter in module.parameters():",
-    "+     whole = parameter.detach().contiguous()",
-    "+     dist.all_reduce(whole, group=group)",
-    "+     parameter.data.copy_(whole / self.size())",
-    does="Averages the ranks' weights in place of taking the first rank's.",
-    seen="An all-reduce is at hand where a broadcast is meant.",
-    unseen="The ranks agree with each other afterwards.",
-)
-
-DDP.near_miss(
     "ddp.no-buffers-at-start",
     "ddp.construction.buffers-from-first-rank",
     "- self.take_first(module.buffers())",

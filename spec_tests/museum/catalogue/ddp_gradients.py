@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from spec_tests.museum.card import Source, near_miss
 from spec_tests.plain.ddp import PlainDdp
@@ -19,16 +18,6 @@ DDP.near_miss(
     does="Sums gradients and never divides.",
     seen="The commonest fault of all; Adam is invariant to it.",
     unseen="Adam's curves are the same; only a scale of the gradients tells.",
-)
-
-DDP.near_miss(
-    "ddp.divides-twice",
-    "ddp.gradients.mean",
-    "- flat = torch.cat(parts) / self.size()",
-    "+ flat = torch.cat(parts) / self.size() ** 2",
-    does="Divides by the world size twice.",
-    seen="The loss is a mean over the global batch already, or a division follows ReduceOp.AVG.",
-    unseen="As with the sum: Adam does not care.",
 )
 
 DDP.near_miss(
@@ -78,64 +67,6 @@ class AveragesTheHooksArgument(PlainDdp):
 
 
 DDP.near_miss(
-    "ddp.scales-each-name",
-    "ddp.gradients.tied-parameter",
-    "- flat = torch.cat(parts) / self.size()",
-    "+ flat = torch.cat(parts)",
-    "...",
-    "- self.launch_what_is_ready()",
-    "...",
-    "  if not self.has_news:",
-    "      return",
-    "+ for _, parameter in self.module.named_parameters(remove_duplicate=False):",
-    "+     if parameter.grad is not None:",
-    "+         parameter.grad /= self.size()",
-    does="Divides a tied parameter once for each of its names.",
-    seen="`named_parameters(remove_duplicate=False)`, or a loop over modules.",
-    unseen="The fixture called tied ties nothing (the CS336 changelog confesses one).",
-)
-
-
-@near_miss("ddp.averages-over-uses", rejected_by="ddp.gradients.reused-module")
-class AveragesOverUses(PlainDdp):
-    """Divides the gradient of a module that is applied twice by two.
-
-    From: Reductions that hang on a module's backward hook and correct for repeated calls.
-    Unseen: No toy applies a module twice.
-    """
-
-    def __init__(self, *args):
-        self.uses: dict[nn.Module, int] = {}
-        super().__init__(*args)
-        for child in self.module.modules():
-            child.register_forward_pre_hook(self.count)
-
-    def count(self, child, inputs):
-        self.uses[child] = self.uses.get(child, 0) + 1
-
-    def finish(self):
-        news = self.has_news
-        super().finish()
-        for child, uses in self.uses.items():
-            for parameter in child.parameters(recurse=False):
-                if news and parameter.grad is not None:
-                    parameter.grad /= uses
-        self.uses.clear()
-
-
-DDP.near_miss(
-    "ddp.fills-frozen",
-    "ddp.gradients.frozen-stay-none",
-    "      self.write_back(bucket, flat, used)",
-    "+ for parameter in self.module.parameters():",
-    "+     if parameter.grad is None:",
-    "+         parameter.grad = torch.zeros_like(parameter)",
-    does="Gives frozen parameters a gradient of zeros.",
-    seen="Flat buffers over all parameters, views handed out to all.",
-    unseen="SGD does not move them; AdamW decays them.",
-)
-
-DDP.near_miss(
     "ddp.writes-into-copies",
     "ddp.gradients.dtype-and-layout",
     "- parameter.grad.copy_(mean)",
@@ -181,7 +112,7 @@ DDP.near_miss(
 
 DDP.near_miss(
     "ddp.mean-over-forwards",
-    "ddp.gradients.two-forwards-one-backward",
+    ("ddp.gradients.two-forwards-one-backward", "ddp.lifecycle.after-exception"),
     "- self.launched = 0",
     "+ self.launched = self.forwards = 0",
     "...",

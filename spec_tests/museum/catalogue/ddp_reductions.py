@@ -62,7 +62,10 @@ DDP.near_miss(
 )
 
 
-@near_miss("ddp.sums-zeroed-views", rejected_by="ddp.gradients.zero-grad-modes")
+@near_miss(
+    "ddp.sums-zeroed-views",
+    rejected_by=("ddp.gradients.zero-grad-modes", "ddp.accumulation.two-finishes"),
+)
 class SumsZeroedViews(PlainDdp):
     """Adds the last mean again where gradients were zeroed in place.
 
@@ -159,25 +162,6 @@ class LaunchesAsReady(PlainDdp):
                 self.launch(bucket)
         super().finish()
 
-
-DDP.near_miss(
-    "ddp.divides-untouched",
-    "ddp.accumulation.two-finishes",
-    "- flat = torch.cat(parts) / self.size()",
-    "+ flat = torch.cat(parts)",
-    "...",
-    "- used = self.used_anywhere()",
-    "+ used = [index in self.ready for index, _ in enumerate(self.used_anywhere())]",
-    "  for bucket, flat, handle in self.flying:",
-    "      handle.wait()",
-    "      self.write_back(bucket, flat, used)",
-    "+ for parameter in self.trainable:",
-    "+     if parameter.grad is not None:",
-    "+         parameter.grad /= self.size()",
-    does="Divides every gradient in `finish`, those as well that this backward did not touch.",
-    seen="`for p in module.parameters(): p.grad /= world_size`, the usual solution of CS336.",
-    unseen="Tests call zero_grad before each backward, and use every parameter in it.",
-)
 
 DDP.near_miss(
     "ddp.divides-the-sum",

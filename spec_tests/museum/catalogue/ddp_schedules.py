@@ -28,19 +28,6 @@ DDP.near_miss(
     outcomes=("failed", "hang"),
 )
 
-DDP.near_miss(
-    "ddp.reads-before-wait",
-    ("ddp.schedule.same-gradients", "ddp.schedule.waits-for-every-launch"),
-    "- handle.wait()",
-    "- self.write_back(bucket, flat, used)",
-    "+ self.write_back(bucket, flat, used)",
-    "+ handle.wait()",
-    does="Writes the means back and waits for their reductions afterwards.",
-    seen="The waits were moved behind the loop, to have them all in one place.",
-    unseen="The message about unused parameters goes last, and what went before it has arrived.",
-    outcomes=("failed", "hang"),
-)
-
 
 @near_miss(
     "ddp.gathers-by-completion",

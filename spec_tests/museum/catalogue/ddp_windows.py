@@ -33,17 +33,6 @@ DDP.near_miss(
     unseen="Training calls the wrapper.",
 )
 
-DDP.near_miss(
-    "ddp.sends-buffers-in-window",
-    "ddp.no-sync.sends-nothing",
-    "- if self.is_synchronised:",
-    "-     self.before_training_forward()",
-    "+ self.before_training_forward()",
-    does="Broadcasts buffers in every training forward, inside no_sync as well.",
-    seen="DistributedDataParallel itself does it in the first forward of a window.",
-    unseen="Toys have no buffers.",
-)
-
 
 @near_miss(
     "ddp.fresh-only",
@@ -149,6 +138,7 @@ DDP.near_miss(
         "ddp.accumulation.zero-grad-discards",
         "ddp.programs.any-situation",
         "ddp.programs.any-production-situation",
+        "ddp.accumulation.one-finish",
     ),
 )
 class HiddenAccumulator(PlainDdp):
@@ -257,26 +247,6 @@ DDP.near_miss(
     seen="Periodic work (logging, profiling) that swallows a flag.",
     unseen="Tests take one to three steps.",
 )
-
-
-@near_miss("ddp.reduces-sums-again", rejected_by="ddp.accumulation.one-finish")
-class ReducesSumsAgain(PlainDdp):
-    """Adds up `.grad` over the ranks in each backward, and divides once, when it finishes.
-
-    From: The hook of most public solutions: `all_reduce(p.grad)`, and `p.grad /= size` in finish.
-    Unseen: Right for one backward per step; the loss of an accumulated batch falls all the same.
-    """
-
-    def before_training_forward(self):
-        self.new_round()
-        super().before_training_forward()
-
-    def launch(self, bucket):
-        super().launch(bucket)
-        bucket, flat, handle = self.flying[-1]
-        handle.wait()
-        for index, mean in zip(bucket, self.cut(bucket, flat), strict=True):
-            self.trainable[index].grad.copy_(mean * self.size())
 
 
 DDP.near_miss(

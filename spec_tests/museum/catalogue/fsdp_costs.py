@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import torch.distributed as dist
-
-from spec_tests.museum.card import FreeStanding, Source, near_miss
+from spec_tests.museum.card import Source, near_miss
 from spec_tests.plain.fully_shard import PlainFsdp
 
 FSDP = Source("spec_tests.plain.fsdp")
@@ -12,32 +10,6 @@ SHARD = Source("spec_tests.plain.fully_shard")
 SCHEDULE = Source("solution.parallel.fsdp.schedule")
 
 # ----------------------------------------------------------------------------------------- memory
-
-
-@near_miss("fsdp.shards-nothing", rejected_by="fsdp.footprint.shards-alone-stay")
-class ShardsNothing(FreeStanding):
-    """Replicates everything and averages gradients.
-
-    From: It passes every test of the CS336 assignment that can be passed.
-    Unseen: The numbers are right.
-    """
-
-    fully_shard = MixedPrecisionPolicy = None
-
-    @staticmethod
-    def fsdp(module, *, compute_dtype=None):
-        return module
-
-    @staticmethod
-    def finish_gradient_synchronization(model):
-        for parameter in model.parameters():
-            if parameter.grad is not None:
-                dist.all_reduce(parameter.grad)
-                parameter.grad /= dist.get_world_size()
-
-    @staticmethod
-    def full_parameters(model):
-        return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
 FSDP.near_miss(
@@ -78,16 +50,6 @@ SCHEDULE.near_miss(
     does="Frees after a forward that a backward follows, and not after another.",
     seen="Freeing hangs on what autograd has saved, and without gradients it has saved nothing.",
     unseen="Memory is measured in training, and the next step frees it.",
-)
-
-FSDP.near_miss(
-    "fsdp.frees-nothing",
-    "fsdp.footprint.freed-after-use",
-    "- piece.full.untyped_storage().resize_(0)",
-    "+ piece.full.grad = None",
-    does="Never frees full weights.",
-    seen="`self.full = None` where autograd holds a view of it.",
-    unseen="The numbers are right.",
 )
 
 FSDP.near_miss(

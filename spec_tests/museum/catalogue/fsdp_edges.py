@@ -37,19 +37,6 @@ SHARD.near_miss(
     unseen="Layers are frozen before they are sharded, or never.",
 )
 
-FSDP.near_miss(
-    "fsdp.zeros-for-unused",
-    ("fsdp.backward.unused-unit", "fsdp.training.equals-full-batch-of-any-model"),
-    "  unit.in_backward = False",
-    "+ for piece in unit.pieces:",
-    "+     if piece.parameter.requires_grad and piece.parameter.grad is None:",
-    "+         zeros = torch.zeros_like(piece.local)",
-    "+         piece.parameter.grad = unit.as_dtensor(zeros, piece.parameter)",
-    does="Leaves zeros where no rank had a gradient.",
-    seen="A reduction of everything, whatever was used.",
-    unseen="SGD without weight decay does not notice.",
-)
-
 
 @near_miss("fsdp.views-its-outputs", rejected_by="fsdp.backward.in-place-after-a-layer")
 class ViewsItsOutputs(PlainFsdp):
@@ -76,17 +63,6 @@ class Both(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         return gradients
 
-
-FSDP.near_miss(
-    "fsdp.swaps-dimensions",
-    "fsdp.lifecycle.hybrid-of-one",
-    "+ if mesh.ndim == 2:",
-    "+     mesh = DeviceMesh(mesh.device_type, mesh.mesh.T)",
-    "  self.module, self.mesh, self.raf, self.policy = module, mesh, raf, policy",
-    does="Shards over the first dimension of a mesh and replicates over the second.",
-    seen="(shard, replicate) is how some other libraries order them.",
-    unseen="On a square mesh all gradients are right.",
-)
 
 FSDP.near_miss(
     "fsdp.fresh-on-a-line",
@@ -213,16 +189,6 @@ UNIT.near_miss(
     does="Never gives back the memory of a gather that nobody used.",
     seen="A buffer that is returned where its rows are copied out, and nowhere else.",
     unseen="Every gather of a plain step is used.",
-)
-
-UNIT.near_miss(
-    "fsdp.trusts-what-flies",
-    ("fsdp.lifecycle.fresh-after-gather-in-flight", "fsdp.programs.any-production-situation"),
-    "- if self.state is not UnitState.SHARDED:",
-    "+ if self.state is UnitState.UNSHARDED:",
-    does="Takes a gather in flight for current, whatever happened to the shards since it began.",
-    seen="FSDP2, which asks nothing of the kind.",
-    unseen="Gathers begin in the forward that uses them.",
 )
 
 MODULE.near_miss(

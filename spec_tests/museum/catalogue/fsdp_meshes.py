@@ -24,16 +24,6 @@ FSDP.near_miss(
     unseen="On the meta device every address is 0, and nothing at all is sharded.",
 )
 
-UNIT.near_miss(
-    "fsdp.divides-by-replicas-too",
-    "fsdp.backward.divide-factor-over-replicas",
-    "- return (1.0, first, second) if factor is None else (1.0, 1.0, factor)",
-    "+ return 1.0, factor or first, second",
-    does="Takes a divide factor in the place of the number of shards.",
-    seen="Two stages, each of which divides.",
-    unseen="Without replicas there is one stage.",
-)
-
 MODULE.near_miss(
     "fsdp.sets-the-outermost-alone",
     "fsdp.traffic.recursive",
@@ -149,16 +139,6 @@ FSDP.near_miss(
     does="Hands every tuple on as a plain one.",
     seen="`isinstance(value, tuple)`, and `tuple(...)` of its parts.",
     unseen="What a test passes are tensors, or tuples without names.",
-)
-
-SCHEDULE.near_miss(
-    "fsdp.casts-to-plain-tuples",
-    "fsdp.precision.casts-are-selective",
-    "- if type(values) is tuple:  # the usual case; PyTorch's walk takes longer than a small layer",
-    "+ if isinstance(values, tuple):",
-    does="Makes a plain tuple of every tuple in which it casts something.",
-    seen="The same, in the cast.",
-    unseen="Outputs of a test are tensors, and in float32.",
 )
 
 UNIT.near_miss(

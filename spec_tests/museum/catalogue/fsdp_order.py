@@ -184,23 +184,6 @@ FSDP.near_miss(
 )
 
 
-@near_miss("fsdp.finishes-late", rejected_by="fsdp.programs.any-production-situation")
-class FinishesLate(PlainFsdp):
-    """Adds what was under way to the gradients of the last backward, cleared or not.
-
-    From: Ours, once: a reduction in flight is no gradient yet, so zero_grad finds nothing.
-    Unseen: Nobody clears in the middle of a window, but who skips a bad batch.
-    """
-
-    def assign(self, piece, shard):
-        if not self.is_last_backward:
-            self.__dict__.setdefault("late", []).append((piece, shard))
-            return
-        for other, earlier in self.__dict__.pop("late", []):
-            super().assign(other, earlier)
-        super().assign(piece, shard)
-
-
 FSDP.near_miss(
     "fsdp.divides-by-both",
     "fsdp.backward.divide-factor",

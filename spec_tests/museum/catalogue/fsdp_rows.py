@@ -76,16 +76,6 @@ FSDP.near_miss(
 
 
 FSDP.near_miss(
-    "fsdp.copies-out-in-order",
-    "fsdp.forward.equals-plain",
-    "- return whole.view(self.size(), -1).split(lengths, dim=1)",
-    "+ return whole.split([self.size() * length for length in lengths])",
-    does="Cuts the gathered buffer by parameter first and by rank second.",
-    seen="One flat gather for several parameters without the view [ranks, elements].",
-    unseen="Units of one parameter are right.",
-)
-
-FSDP.near_miss(
     "fsdp.evaluates-in-half",
     "fsdp.forward.without-gradients",
     "  self.find_root()",

@@ -27,16 +27,6 @@ FSDP.near_miss(
 )
 
 FSDP.near_miss(
-    "fsdp.divides-twice",
-    "fsdp.backward.mean-gradient",
-    "- return torch.cat(blocks, dim=1)",
-    "+ return torch.cat(blocks, dim=1) / self.size()",
-    does="Divides before the reduction and after it.",
-    seen="pre-division for float16 copied without its counterpart.",
-    unseen="Adam does not feel a constant factor.",
-)
-
-FSDP.near_miss(
     "fsdp.unties",
     "fsdp.backward.mean-gradient-of-any-model",
     "- found.setdefault(parameter, []).append((owner, name))",

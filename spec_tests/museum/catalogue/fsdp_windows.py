@@ -25,16 +25,6 @@ FSDP.near_miss(
 )
 
 FSDP.near_miss(
-    "fsdp.frees-pending",
-    "fsdp.accumulation.any-schedule",
-    "  piece.full.untyped_storage().resize_(0)",
-    "+ piece.pending = None",
-    does="Loses what waits for its reduction when the weights are freed.",
-    seen="Pending gradients kept in the full parameters' `.grad`.",
-    unseen="With one micro-batch per step nothing ever waits.",
-)
-
-FSDP.near_miss(
     "fsdp.hidden-accumulator",
     "fsdp.accumulation.zero-grad-discards",
     "  def forget_what_was_cleared(self) -> None:",
@@ -76,7 +66,11 @@ FSDP.near_miss(
 
 FSDP.near_miss(
     "fsdp.stale-after-step",
-    ("fsdp.lifecycle.fresh-after-step", "fsdp.lifecycle.fresh-after-evaluation"),
+    (
+        "fsdp.lifecycle.fresh-after-step",
+        "fsdp.lifecycle.fresh-after-evaluation",
+        "fsdp.lifecycle.fresh-after-gather-in-flight",
+    ),
     "- return bool(self.gathered == self.version())",
     "+ return True",
     does="Computes with whatever full weights there are.",

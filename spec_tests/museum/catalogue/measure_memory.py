@@ -74,16 +74,6 @@ MEMORY.near_miss(
 )
 
 MEMORY.near_miss(
-    "measure.no-logits",
-    ("measure.memory.activations", "measure.memory.peak"),
-    "- return F.cross_entropy(self.model(ids).flatten(0, -2), ids.flatten())",
-    "+ return self.model(ids)[..., :1].sum()",
-    does="Has another loss than the one that is trained with.",
-    seen="`model(ids).sum()`, to have something to call backward on.",
-    unseen="Layers are counted right; the logits of a real vocabulary are more than a layer.",
-)
-
-MEMORY.near_miss(
     "measure.never-resets",
     "measure.memory.each-answer-its-own",
     '- return terms["parameter_bytes"] + terms["optimizer_bytes"] + above',
@@ -103,16 +93,6 @@ MEMORY.near_miss(
     does="Keeps every model that it measured.",
     seen="A course's throughput.py: `main`'s model lives on in the sweep, 475 MB in each row.",
     unseen="A first answer is right.",
-)
-
-MEMORY.near_miss(
-    "measure.sums-losses",
-    "measure.memory.leaves-nothing-behind",
-    "  activations = self.activations(books)",
-    '+ PlainMemory.total = getattr(PlainMemory, "total", 0) + self.loss(ids)',
-    does="Adds up losses with their graphs.",
-    seen="`loss_sum += loss`.",
-    unseen="The numbers are right; memory grows with each.",
 )
 
 MEMORY.near_miss(

@@ -8,45 +8,8 @@ from spec_tests.plain.throughput import PlainExtrapolation, PlainMfu, PlainSweep
 THROUGHPUT = Source("spec_tests.plain.throughput", PlainThroughput)
 SWEEP = Source("spec_tests.plain.throughput", PlainSweep)
 MFU = Source("spec_tests.plain.throughput", PlainMfu)
-FLOPS = Source("solution.measure.flops")
 EXTRAPOLATION = Source("spec_tests.plain.throughput", PlainExtrapolation)
 
-
-THROUGHPUT.near_miss(
-    "measure.mean-with-warm-up",
-    ("measure.throughput.without-warm-up", "measure.throughput.median"),
-    "- num_warmup_steps, is_steady = self.warm_up()",
-    "+ num_warmup_steps, is_steady = 0, True",
-    "...",
-    "- return statistics.median(timed)",
-    "+ return statistics.fmean(timed)",
-    does="Tokens over time from the first step on.",
-    seen="The progress bar's own rate, copied into a table.",
-    unseen="After a thousand steps the first three are lost in them.",
-)
-
-THROUGHPUT.near_miss(
-    "measure.mean-of-steps",
-    "measure.throughput.median",
-    "- return statistics.median(timed)",
-    "+ return statistics.fmean(timed)",
-    does="The mean of the timed steps.",
-    seen="A course's throughput.py.",
-    unseen="On a quiet machine mean and median agree.",
-)
-
-THROUGHPUT.near_miss(
-    "measure.own-clock",
-    "measure.throughput.rate",
-    "  import statistics",
-    "+ import time",
-    "...",
-    "- self.step, self.tokens, self.clock = step, tokens, clock",
-    "+ self.step, self.tokens, self.clock = step, tokens, time.perf_counter",
-    does="Reads a clock of its own.",
-    seen="time.perf_counter() in the body, the argument added later.",
-    unseen="With the usual argument it is the same clock.",
-)
 
 THROUGHPUT.near_miss(
     "measure.five-steps-of-warm-up",
@@ -106,16 +69,6 @@ THROUGHPUT.near_miss(
 THROUGHPUT.benign("benign.throughput-plain", does="Fifteen steps of warm-up at least.")
 
 SWEEP.near_miss(
-    "measure.sweep-never-resets",
-    "measure.sweep.resets-peaks",
-    "- self.reset()",
-    "+ pass",
-    does="Reads a peak that nobody reset.",
-    seen="A course's throughput.py. Batches 1 and 4 show 15,619 MB, the peak of 8.",
-    unseen="Rising sizes have rising peaks.",
-)
-
-SWEEP.near_miss(
     "measure.sweep-resets-first",
     "measure.sweep.peaks-of-steps",
     "- step = self.build(size)",
@@ -125,16 +78,6 @@ SWEEP.near_miss(
     does="Resets the peak before the model is built.",
     seen="reset at the top of the loop.",
     unseen="Building a model in place takes no more than the model.",
-)
-
-SWEEP.near_miss(
-    "measure.sweep-stale-model",
-    "measure.sweep.one-model-at-a-time",
-    "  step = self.build(size)",
-    '+ self.first = getattr(self, "first", step)',
-    does="The first model stays alive.",
-    seen="A course's throughput.py. A variable of `main`: 475 MB more in every row.",
-    unseen="It fits, and the rate is right.",
 )
 
 SWEEP.near_miss(
@@ -171,17 +114,6 @@ SWEEP.near_miss(
     seen="`except RuntimeError`, of which OutOfMemoryError is one.",
     unseen="A shape that does not fit is a large batch then.",
 )
-
-SWEEP.near_miss(
-    "measure.sweep-tokens-of-the-first",
-    "measure.sweep.rows",
-    "- return size * self.length",
-    "+ return self.sizes[0] * self.length",
-    does="Counts the tokens of the first batch size.",
-    seen="Tokens per step computed outside of the loop.",
-    unseen="The rate falls with the size, as a slow machine's would.",
-)
-
 
 # -------------------------------------------------------------------------------------- arithmetic
 
@@ -225,16 +157,6 @@ MFU.near_miss(
     does="None for every device.",
     seen="A table that was to be filled in.",
     unseen="It never says anything wrong.",
-)
-
-FLOPS.near_miss(
-    "measure.flops-six-n",
-    "measure.flops.of-matrix-products",
-    "- return 3 * counter.get_total_flops() // sequence_length",
-    "+ return 6 * sum(p.numel() for p in model.parameters())",
-    does="6 per parameter.",
-    seen="Kaplan et al. 2020, without section 2.1: embeddings left in, attention left out.",
-    unseen="For a large model it is a few percent off.",
 )
 
 EXTRAPOLATION.near_miss(

@@ -6,7 +6,6 @@ import torch
 
 from spec_tests.museum.card import Source, near_miss
 from spec_tests.plain.ddp import PlainDdp
-from spec_tests.plain.zero1 import PlainZero1
 
 FSDP = Source("spec_tests.plain.fsdp")
 ZERO1 = Source("spec_tests.plain.zero1")
@@ -35,26 +34,6 @@ class RollsBack(PlainDdp):
             for parameter, gradient in zip(self.trainable, self.kept, strict=False):
                 parameter.grad = None if gradient is None else gradient.clone()
             raise
-
-
-@near_miss("zero1.stays-locked", rejected_by="zero1.programs.any-situation")
-class StaysLocked(PlainZero1):
-    """After a closure that raised, later steps update and exchange nothing.
-
-    From: A flag that is set, and cleared on the straight way only.
-    Unseen: Nobody tests a closure that raises, and then goes on.
-    """
-
-    is_stepping = False
-
-    def step(self, closure=None):
-        if self.is_stepping:
-            self.hand_in()
-            return self.update(closure)
-        self.is_stepping = True
-        loss = super().step(closure)
-        self.is_stepping = False
-        return loss
 
 
 ZERO1.near_miss(

@@ -271,7 +271,7 @@ ATTENTION.near_miss(
 
 ATTENTION.near_miss(
     "attention.blind-rows-are-nan",
-    "attention.blind-rows.zeros",
+    ("attention.blind-rows.zeros", "attention.blind-rows.gradients"),
     "- return m.masked_fill(m == -torch.inf, 0.0)",
     "+ return m",
     does="Gives NaN for a row that sees nothing.",
@@ -281,7 +281,7 @@ ATTENTION.near_miss(
 
 ATTENTION.near_miss(
     "attention.masks-afterwards",
-    "attention.causal.hidden-keys-of-any-size",
+    ("attention.causal.hidden-keys-of-any-size", "attention.causal.hidden-keys-do-not-matter"),
     "- p = torch.exp(s - safe[..., None])",
     "+ raw = self.scores(q_tile, k[:, :, keys.start : keys.stop], scale)",
     "+ p = torch.exp(raw - safe[..., None]) * (s > -torch.inf)",
@@ -306,7 +306,7 @@ FLOPS.near_miss(
 
 THROUGHPUT.near_miss(
     "measure.all-tokens-over-the-last-step",
-    "measure.throughput.rate",
+    ("measure.throughput.rate", "measure.throughput.without-warm-up"),
     '- "tokens_per_s": self.tokens / step_s,',
     '+ "tokens_per_s": (num_warmup_steps + self.num_steps) * self.tokens / timed[-1],',
     does="Divides the tokens of all steps so far by the time of the last one.",
@@ -326,7 +326,7 @@ THROUGHPUT.near_miss(
 
 SWEEP.near_miss(
     "measure.sweep-builds-all-first",
-    "measure.sweep.one-model-at-a-time",
+    ("measure.sweep.one-model-at-a-time", "measure.sweep.rows", "measure.sweep.resets-peaks"),
     "+ self.build = {size: self.build(size) for size in self.sizes}.__getitem__",
     "  return [self.row(size) for size in self.sizes]",
     does="Builds every model before it measures the first one.",

@@ -42,7 +42,7 @@ LOOP.near_miss(
 
 LOOP.near_miss(
     "training.clips-scaled-gradients",
-    "training.clip.once-per-step",
+    ("training.clip.once-per-step", "training.clip.leaves-small-gradients"),
     "- loss.backward()",
     "+ (1024.0 * loss).backward()",
     "...",

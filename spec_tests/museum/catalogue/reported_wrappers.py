@@ -120,7 +120,11 @@ FSDP.near_miss(
 
 FSDP.near_miss(
     "fsdp.keeps-the-last-reduction",
-    "fsdp.accumulation.any-schedule",
+    (
+        "fsdp.accumulation.any-schedule",
+        "fsdp.accumulation.of-a-whole-model",
+        "fsdp.accumulation.one-finish",
+    ),
     "- gradient._local_tensor.add_(shard)",
     "+ gradient._local_tensor.copy_(shard)",
     does="Replaces what was reduced before by what is reduced now.",
@@ -211,7 +215,9 @@ DDP.near_miss(
 )
 
 
-@near_miss("ddp.loses-a-use", rejected_by="ddp.gradients.reused-module")
+@near_miss(
+    "ddp.loses-a-use", rejected_by=("ddp.gradients.reused-module", "ddp.gradients.tied-parameter")
+)
 class LosesAUse(PlainDdp):
     """Leaves the gradient of one call out, of a module that is called several times.
 

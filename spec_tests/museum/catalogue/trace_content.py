@@ -16,21 +16,6 @@ TRACE.near_miss(
 )
 
 TRACE.near_miss(
-    "measure.counts-twice",
-    (
-        "measure.trace.collectives",
-        "measure.trace.collective-bytes",
-        "measure.trace.lists-of-tensors",
-        "measure.trace.of-a-run",
-    ),
-    "- found = [e for e in self.kernels if self.is_sending(e)] or asked or self.gloo()",
-    "+ found = [e for e in self.kernels if self.is_sending(e)] or [*asked, *self.gloo()]",
-    does="A collective counts as operator and as annotation.",
-    seen="A search for reduce in the names of all events.",
-    unseen="Ratios between runs are right.",
-)
-
-TRACE.near_miss(
     "measure.counts-functional",
     "measure.trace.functional-collectives",
     '- asked = [e for e in self.spans if e["cat"] == "cpu_op" and e["name"].startswith("c10d::")]',
@@ -59,16 +44,6 @@ TRACE.near_miss(
     does="A gather has the size of what a rank gives.",
     seen="The first size that a trace shows.",
     unseen="Right for all-reduce.",
-)
-
-TRACE.near_miss(
-    "measure.four-bytes",
-    "measure.trace.collective-bytes",
-    '- return SIZES[dtype.lower().removeprefix("c10::")]',
-    "+ return 4",
-    does="Every element has four bytes.",
-    seen="`numel * 4`.",
-    unseen="Right for float32.",
 )
 
 TRACE.near_miss(

@@ -90,7 +90,7 @@ TRACE.near_miss(
 
 TRACE.near_miss(
     "measure.numbers-from-zero",
-    "measure.trace.every-step",
+    ("measure.trace.every-step", "measure.trace.of-a-run"),
     '- found.append((int(mark["name"].split("#")[1]), begin, max(end, late, begin)))',
     "+ found.append((len(found), begin, max(end, late, begin)))",
     does="Steps are numbered anew.",

@@ -83,16 +83,6 @@ TRAINER.near_miss(
 )
 
 TRAINER.near_miss(
-    "trainer.stays-in-evaluation-mode",
-    "trainer.evaluation.mode",
-    "- part.training = is_training",
-    "+ pass",
-    does="Trains on in evaluation mode after the first evaluation.",
-    seen="`model.train()` left out: several tutorials.",
-    unseen="Dropout that is gone makes the loss fall faster.",
-)
-
-TRAINER.near_miss(
     "trainer.trains-all-again",
     "trainer.evaluation.restores-modes",
     "- part.training = is_training",

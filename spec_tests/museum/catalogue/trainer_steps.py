@@ -30,17 +30,6 @@ TRAINER.near_miss(
     unseen="A smaller learning rate makes up for it.",
 )
 
-TRAINER.near_miss(
-    "trainer.loses-early-micro-batches",
-    "trainer.step.accumulates",
-    "+ if index == len(micro_batches) - 1:",
-    "+     self.clear()",
-    "  with self.window(is_last=index == len(micro_batches) - 1):",
-    does="Clears the gradients before the last micro-batch.",
-    seen="zero_grad at the head of the body of the inner loop.",
-    unseen="The loss falls; with one micro-batch it is right.",
-)
-
 
 @near_miss("trainer.merges-groups", rejected_by="trainer.step.group-options")
 class MergesGroups(PlainTrainer):

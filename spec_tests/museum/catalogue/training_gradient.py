@@ -81,38 +81,6 @@ TRAIN.near_miss(
 )
 
 TRAIN.near_miss(
-    "training.nan-for-nothing",
-    "training.records.loss",
-    '- return F.cross_entropy(logits, batch[1].flatten(), ignore_index=-100, reduction="sum")',
-    "+ mean = F.cross_entropy(logits, batch[1].flatten(), ignore_index=-100)",
-    "+ return mean * self.count(batch)",
-    does="A micro-batch without a target makes the step NaN.",
-    seen="cross_entropy with reduction='mean' over ignored targets only.",
-    unseen="Data sets rarely have such rows, per GPU.",
-)
-
-TRAIN.near_miss(
-    "training.no-zero-grad",
-    "training.gradient.several-steps",
-    "- self.clear()",
-    does="Gradients pile up from step to step.",
-    seen="A zero_grad that got lost with a refactoring.",
-    unseen="It looks like momentum.",
-)
-
-TRAIN.near_miss(
-    "training.clears-afterwards",
-    "training.gradient.leftovers-do-not-count",
-    "- self.clear()",
-    "...",
-    "  self.optimizer.step()",
-    "+ self.clear()",
-    does="Gradients that were there before the call enter its first step.",
-    seen="optimizer.zero_grad() at the end of the loop body.",
-    unseen="Models are fresh in tests.",
-)
-
-TRAIN.near_miss(
     "training.leaves-last-gradient",
     "training.gradient.two-calls-are-one",
     "- self.clear()",
@@ -134,41 +102,6 @@ TRAIN.near_miss(
     does="Clips after every micro-batch, before the reduction.",
     seen="clip_grad_norm_ right after backward.",
     unseen="Without accumulation it is right.",
-)
-
-TRAIN.near_miss(
-    "training.clips-each-parameter",
-    "training.clip.once-per-step",
-    "- norm = float(nn.utils.clip_grad_norm_(self.model.parameters(), limit))",
-    '+ norm = float(nn.utils.clip_grad_norm_(self.model.parameters(), float("inf")))',
-    "+ for parameter in self.model.parameters():",
-    "+     nn.utils.clip_grad_norm_([parameter], limit)",
-    does="Clips every parameter by its own norm.",
-    seen="A loop over parameters around clip_grad_norm_.",
-    unseen="The norms are bounded, and the loss falls.",
-)
-
-TRAIN.near_miss(
-    "training.normalises",
-    "training.clip.leaves-small-gradients",
-    "+ if self.max_norm is not None and norm < self.max_norm:",
-    "+     for parameter in self.model.parameters():",
-    "+         if parameter.grad is not None:",
-    "+             parameter.grad *= self.max_norm / norm",
-    "  return norm",
-    does="Stretches a small gradient to the bound.",
-    seen="max_norm / norm, without the min(1, .).",
-    unseen="With a small bound everything is clipped.",
-)
-
-TRAIN.near_miss(
-    "training.never-clips",
-    "training.clip.once-per-step",
-    '- limit = float("inf") if self.max_norm is None else self.max_norm',
-    '+ limit = float("inf")',
-    does="max_norm is taken and not used.",
-    seen="An argument that no one passes on.",
-    unseen="The loss falls.",
 )
 
 
@@ -246,16 +179,6 @@ class Barriers(BareTrain):
 class TrainPlain(BareTrain):
     """The base of the training impostors; the loss is in float32."""
 
-
-TRAIN.near_miss(
-    "training.knows-own-wrappers",
-    "training.gradient.in-pytorchs-wrapper",
-    '- return hasattr(self.model, "no_sync")',
-    "+ return isinstance(self.model, PlainDdp)",
-    does="Takes a model for one process's where it is in no wrapper of its own.",
-    seen='`hasattr(model, "finish_gradient_synchronization")` to tell what is wrapped.',
-    unseen="A loop is tested with the wrapper that comes with it.",
-)
 
 TRAINER.near_miss(
     "training.shards-own-norm",

@@ -11,18 +11,6 @@ TRAIN = Source("spec_tests.plain.train")
 TRAINER = Source("solution.trainer")
 
 TRAIN.near_miss(
-    "training.fetches-one-more",
-    "training.data.takes-what-it-uses",
-    "- return [self.step(number) for number in range(self.steps)]",
-    "+ records = [self.step(number) for number in range(self.steps)]",
-    "+ next(self.batches, None)",
-    "+ return records",
-    does="Takes a batch that nobody uses.",
-    seen="`for batch in loader: if step == steps: break`.",
-    unseen="The steps are right.",
-)
-
-TRAIN.near_miss(
     "training.floors",
     ("training.accumulation.refuses-a-remainder", "training.data.refuses-a-remainder"),
     "- if whole % (micro * size):",
@@ -127,16 +115,6 @@ TRAIN.near_miss(
 )
 
 TRAINER.near_miss(
-    "training.patched-no-compensation",
-    "training.gradient.equals-one-process",
-    "- scale = ranks.size / count",
-    "+ scale = 1 / count",
-    does="The mean over ranks divides a second time.",
-    seen="One line of the reference, changed.",
-    unseen="Adam does not feel a factor.",
-)
-
-TRAINER.near_miss(
     "training.patched-leftovers",
     "training.gradient.leftovers-do-not-count",
     "- _drop_gradients(model, optimizer)",
@@ -144,16 +122,6 @@ TRAINER.near_miss(
     does="Gradients from before enter the first step.",
     seen="One line of the reference, changed.",
     unseen="Tests begin with fresh parameters.",
-)
-
-TRAINER.near_miss(
-    "training.patched-own-loss",
-    "training.records.loss",
-    "- loss = total / count",
-    "+ loss = own.item() / count",
-    does="Reports this rank's part of the loss.",
-    seen="One line of the reference, changed.",
-    unseen="With one rank it is the loss.",
 )
 
 TRAIN.near_miss(
@@ -164,16 +132,6 @@ TRAIN.near_miss(
     does="Reports the norm after clipping.",
     seen="A norm that is computed once more for the log.",
     unseen="It is max_norm in every line, and looks calm.",
-)
-
-TRAIN.near_miss(
-    "training.norm-of-largest",
-    "training.records.grad-norm",
-    "- return norm",
-    "+ return max(float(p.grad.norm()) for p in self.model.parameters() if p.grad is not None)",
-    does="Reports the largest parameter's norm.",
-    seen="max() where a norm of norms belongs.",
-    unseen="The order of magnitude is right.",
 )
 
 TRAIN.near_miss(

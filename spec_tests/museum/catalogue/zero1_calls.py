@@ -85,43 +85,9 @@ class StepsOnStretches(Elementwise):
         return True
 
 
-@near_miss("zero1.needs-equal-parts", rejected_by="zero1.step.equals-unsharded")
-class NeedsEqualParts(Elementwise):
-    """Cuts every parameter into equal parts, and fails where there are none.
-
-    From: `chunk(world_size)` before an all-gather, in a solution of CS336.
-    Unseen: Layers have even sizes.
-
-    Nothing else is wrong with it, so it fails no other clause.
-    """
-
-    def cut(self, whole, rank=None):
-        if whole.numel() % self.size():
-            raise RuntimeError(f"{whole.numel()} elements for {self.size()} ranks")
-        return super().cut(whole, rank)
-
-
-ZERO1.near_miss(
-    "zero1.averages-gradients",
-    "zero1.step.equal-on-all-ranks",
-    "- return self.owners[parameter] == self.rank()",
-    "+ return True",
-    "...",
-    "  def update(self, closure: Any) -> Any:",
-    "+     for parameter in self.owners:",
-    "+         if parameter.grad is not None:",
-    "+             dist.all_reduce(parameter.grad, group=self.group)",
-    "+             parameter.grad /= self.size()",
-    "...",
-    "- self.exchange()",
-    does="Averages gradients in the step and sends no weights.",
-    seen='Two readings of "synchronise after the step", in a solution of CS336.',
-    unseen="Ranks begin with equal weights, and equal gradients keep them so.",
-)
-
 ZERO1.near_miss(
     "zero1.adds-bare-groups",
-    "zero1.groups.added-rate",
+    ("zero1.groups.added-rate", "zero1.groups.added-later"),
     "- super().add_param_group(param_group)",
     '+ bare = {"params": param_group["params"]}',
     "+ super().add_param_group(param_group if self.inner is None else bare)",
@@ -152,37 +118,4 @@ ZERO1.near_miss(
     does="Builds its inner optimizer where it owns something at first, and elsewhere never.",
     seen="`self.inner = None` on a rank without parameters, and `if self.inner` in `step`.",
     unseen="With fewer ranks than parameters every rank owns one from the beginning.",
-)
-
-ZERO1.near_miss(
-    "zero1.options-before-the-closure",
-    "zero1.groups.rate-set-by-closure",
-    "- return self.inner.step(first)",
-    "+ return self.inner.step(closure)",
-    does="Hands options to the inner optimizer, and then lets it evaluate the closure.",
-    seen="ours, once, and ZeroRedundancyOptimizer.",
-    unseen="Rates are set between steps, by a scheduler.",
-)
-
-ZERO1.near_miss(
-    "zero1.leaves-without-gradients",
-    "zero1.step.skips-absent-gradients",
-    "  def exchange(self) -> None:",
-    "+     own = [p for p in self.owners if self.owned(p)]",
-    "+     if own and all(p.grad is None for p in own):",
-    "+         return",
-    does="Returns from a step at once on a rank none of whose own parameters has a gradient.",
-    seen='"nothing to do here", an early return.',
-    unseen="All layers run in most models, and each rank owns some.",
-    outcomes=("hang",),
-)
-
-ZERO1.near_miss(
-    "zero1.clears-gradients",
-    "zero1.step.keeps-gradients",
-    "  self.exchange()",
-    "+ self.zero_grad()",
-    does="Clears the gradients at the end of a step.",
-    seen="A loop that saves the call of `zero_grad`, in a solution of CS336.",
-    unseen="Most loops clear them next.",
 )

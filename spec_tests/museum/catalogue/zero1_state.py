@@ -14,47 +14,6 @@ from spec_tests.plain.zero1 import PlainZero1
 ZERO1 = Source("spec_tests.plain.zero1")
 
 
-@near_miss(
-    "zero1.hides-the-rest", rejected_by=("zero1.state.divided", "zero1.footprint.state-is-a-share")
-)
-class HidesTheRest(PlainZero1):
-    """Keeps the state of all parameters inside, and shows its own part.
-
-    From: A wrapper around a whole optimizer, with a filter in front.
-    Unseen: `.state` is what tests look at.
-    """
-
-    def owned(self, parameter):
-        return True
-
-    def show(self):
-        super().show()
-        self.state = _Part(self)  # type: ignore[assignment]  # as good as the real one to look at
-
-
-class _Part(dict[Any, Any]):
-    """Of the inner optimizer's state, what is owned."""
-
-    def __init__(self, optimizer):
-        super().__init__()
-        self.optimizer = optimizer
-
-    def values(self):
-        owners, rank = self.optimizer.owners, self.optimizer.rank()
-        inner = self.optimizer.inner.state
-        return [entry for p, entry in inner.items() if owners[p] == rank]
-
-
-ZERO1.near_miss(
-    "zero1.one-for-all",
-    "zero1.state.balanced",
-    "- owner = self.loads.index(min(self.loads))",
-    "+ owner = 0",
-    does="The first rank owns everything.",
-    seen="The least loaded rank is looked up in a list that nobody updates.",
-    unseen="The parts add up to the whole.",
-)
-
 ZERO1.near_miss(
     "zero1.deals-each-group-anew",
     "zero1.state.balanced",
@@ -95,16 +54,6 @@ ZERO1.near_miss(
     does="The full state is the rank's own part.",
     seen="rank 0 saves its state dict, as with a plain optimizer.",
     unseen="It loads without a word, and training goes on with cold moments.",
-)
-
-ZERO1.near_miss(
-    "zero1.state-on-the-first-rank",
-    "zero1.state.full-equals-unsharded",
-    "  state = {number: entry for part in parts for number, entry in part.items()}",
-    "+ state = state if self.rank() == 0 else {}",
-    does="Only the first rank has the full state.",
-    seen="`consolidate_state_dict(to=0)`.",
-    unseen="Tests read it on rank 0.",
 )
 
 

@@ -7,11 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from spec_tests import impls, museum
+from spec_tests import impls
 from spec_tests.chapters.attention import bodies, rules
 from spec_tests.chapters.attention.problem import FITS, RAGGED, WHOLE_TILES, Problem, reference
-from spec_tests.museum.attention_kills import course_test, function_of, tutorial_test
-from spec_tests.rig import target
 from spec_tests.rig.clause import Clause
 from spec_tests.rig.judge import Violation
 from spec_tests.rig.outcomes import Outcome
@@ -155,32 +153,3 @@ def _gradients(*drawn: torch.Tensor) -> tuple[torch.Tensor, ...]:
     q, k, v = (each.clone().requires_grad_() for each in drawn[:3])
     output = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
     return torch.autograd.grad(output, (q, k, v), drawn[3])
-
-
-# ---------------------------------------------------- the table of what usual tests of it accept
-
-
-@pytest.mark.parametrize(
-    ("words", "verdicts"),
-    [
-        *((f"benign.attention-{word}", (True, True)) for word in ("plain", "uneven-tiles")),
-        ("benign.attention-two-passes", (True, True)),
-        ("attention.sum-not-rescaled", (False, False)),
-        ("attention.base-2-lse", (False, True)),
-        ("attention.backward-always-causal", (False, True)),
-        ("attention.causal-top-left", (True, True)),
-    ],
-)
-def test_what_the_tests_of_a_course_and_of_a_tutorial_see(words: str, verdicts):
-    attention = function_of(museum.find(words))
-    assert (course_test(attention), tutorial_test(attention)) == verdicts
-
-
-def test_the_table_that_is_kept_is_of_these_near_misses():
-    table = (target.PACKAGE_ROOT / "bench" / "results" / "attention_kills.md").read_text()
-    rows = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| a")]
-    kept = {id: (does, by) for id, does, _, _, by in rows}
-    cards = [card for words, card in museum.CATALOGUE.items() if words.startswith("attention.")]
-    clauses = {c.id: ", ".join(i.removeprefix("attention.") for i in c.rejected_by) for c in cards}
-    assert kept == {card.id: (card.does, clauses[card.id]) for card in cards}
-    assert f"Of {len(cards)} near-misses" in table.splitlines()[-1]

@@ -14,7 +14,7 @@ import pytest
 
 from spec_tests import museum, plain
 from spec_tests.contract import FUNCTIONS
-from spec_tests.museum import card, duplicates, page, patching
+from spec_tests.museum import card, page, patching, rule
 from spec_tests.rig import ledger
 from spec_tests.rig.target import REPOSITORY_ROOT, Implementation
 
@@ -190,19 +190,28 @@ def test_threads_of_known_projects_are_linked_and_no_others(words: str, numbers:
     assert re.sub(r"\[(\d+)\]\([^)]*\)", r"\1", text) == words, "nothing else is changed"
 
 
-def test_a_copy_is_written_alike_and_other_words_are_not():
-    body = "    def scale(self, flat):\n        return flat / self.size()"
-    copy = f"class Second(Base):\n{body}  # a comment more\n"
-    other = "class Third(Base):\n    def finish(self):\n        self.handles[0].wait()\n"
-    first = duplicates.split(f"class First(Base):\n{body}\n")
-    assert "First" not in first
-    assert "scale" not in first
-    assert duplicates.likeness(first, duplicates.split(copy)) == 1.0
-    assert duplicates.likeness(first, duplicates.split(other)) < duplicates.ALIKE
+FAILS = {
+    "long": {"a", "b", "c"},
+    "wide": {"a", "b"},
+    "twin": {"a"},
+    "own": {"a", "d"},
+    "small": {"a"},
+}
+NAMES = {"long": {"b"}, "wide": {"b"}, "twin": {"a"}, "own": {"d"}, "small": {"a"}}
 
 
-def test_what_a_card_brings_is_found_behind_its_function():
-    kept = duplicates.tokens_of(museum.find("ddp.hidden-accumulator"))
-    assert {"class", "PlainDdp", "pending"} <= {*kept}
-    changed = duplicates.tokens_of(museum.find("training.patched-own-loss"))
-    assert {"total", "own"} <= {*changed}
+@pytest.mark.parametrize(
+    ("public", "stays", "fallen"),
+    [
+        ((), (), {"long": "wide", "twin": "small"}),
+        (("long",), (), {"wide": "small", "twin": "small"}),
+        (("twin", "small"), ("long",), {"wide": "small", "twin": "small"}),
+    ],
+)
+def test_a_near_miss_falls_unless_it_has_a_clause_or_a_source_of_its_own(public, stays, fallen):
+    assert rule.redundant(FAILS, NAMES, public, stays) == fallen
+
+
+def test_no_near_miss_falls_but_for_the_exceptions():
+    assert rule.falling() == {}
+    assert rule.falling(exceptions=()).keys() == rule.STAYS.keys()

@@ -1,0 +1,110 @@
+"""Which near-misses stay: those that prove something that no other one proves.
+
+    python -m spec_tests.museum.rule        those that fall, and why
+
+A near-miss falls if another one fails the same clauses or fewer of them: whatever clauses reject
+the other one reject it as well. It stays all the same
+
+- if it is the only one that names one of its clauses,
+- if it comes from a public issue or pull request, unless another such one fails the same clauses,
+- if it shows a listed bug (`bugs`), or if `STAYS` says why.
+
+What a near-miss fails is its signature (`signatures`), and the clauses that it names. Of two that
+fail the same, the one with a public source stays, or else the one with fewer lines. What stays is
+the minimal set of Ammann, Delamaro and Offutt 2014, Establishing Theoretical Minimal Sets of
+Mutants, and the exceptions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+from collections.abc import Collection, Mapping
+
+from spec_tests.museum import CATALOGUE, FORCED_FAILURE, bugs, page
+from spec_tests.museum.card import Impostor
+from spec_tests.museum.matrix import by_id
+from spec_tests.rig.report.diagnosis import load
+
+_NAMES_KINDS = "without it reports name fewer kinds of faults, see `signatures --accuracy`"
+STAYS = {
+    "attention.equal-lengths-only": "tests/rig/test_attention.py",
+    "attention.whole-tiles-only": "tests/rig/test_attention.py",
+    "checkpoint.no-buffers": _NAMES_KINDS,
+    "clip.adds-norms": _NAMES_KINDS,
+    "data.same-on-all-ranks": _NAMES_KINDS,
+    "ddp.drops-last-bucket": _NAMES_KINDS,
+    "ddp.gathers-by-completion": "tests/rig/test_sim.py and test_replay.py",
+    "ddp.no-broadcast": _NAMES_KINDS,
+    "ddp.sum-for-mean": "the example of README.md",
+    "zero1.drops-empty-groups": _NAMES_KINDS,
+}
+"""Near-misses that would fall, and what needs them."""
+
+
+def falling(exceptions: Collection[str] = STAYS) -> dict[str, str]:
+    """Return the near-misses that fall, each with the one that makes it redundant."""
+    cards = [c for c in CATALOGUE.values() if not c.is_benign and c is not FORCED_FAILURE]
+    signatures, clauses = load().of, by_id().keys()
+    fails = {c.id: clauses & signatures.get(c.id, {}) | {*c.rejected_by} for c in cards}
+    public = {c.id for c in cards if page.is_reported(c)}
+    cards.sort(key=lambda c: (c.id in public, -len(fails[c.id]), -_lines(c), c.id))
+    listed = {bug.card for bug in bugs.bugs().values()}
+    return redundant(
+        {card.id: fails[card.id] for card in cards},
+        {card.id: card.rejected_by for card in cards},
+        public,
+        stays={*listed, *exceptions},
+    )
+
+
+def redundant(
+    fails: Mapping[str, Collection[str]],
+    names: Mapping[str, Collection[str]],
+    public: Collection[str],
+    stays: Collection[str] = (),
+) -> dict[str, str]:
+    """Return the near-misses that fall, each with the one that makes it redundant.
+
+    Args:
+        fails: near-miss to all clauses that it fails; of two that are alike the first one falls.
+        names: near-miss to the clauses that its card names.
+        public: near-misses with a public source.
+        stays: near-misses that do not fall.
+    """
+    left, found = {name: {*own} for name, own in fails.items()}, {}
+    for name, own in fails.items():
+        others = {other: clauses for other, clauses in left.items() if other != name}
+        inside = next((other for other, clauses in others.items() if clauses <= {*own}), None)
+        is_source = name in public and not any(others.get(each) == {*own} for each in public)
+        named = {clause for other in others for clause in names[other]}
+        if inside and not is_source and name not in stays and {*names[name]} <= named:
+            found[name] = inside
+            del left[name]
+    # What made one of them redundant may have fallen itself, for one that stays.
+    return {name: next(o for o in left if left[o] <= {*fails[name]}) for name in found}
+
+
+def _lines(card: Impostor) -> int:
+    """Return how many lines of code a near-miss takes."""
+    if card.patches:
+        return sum(f"{before}{after}".count("\n") for _, before, after in card.patches)
+    return len(inspect.getsource(card.code).splitlines()) if card.code else 0
+
+
+def main() -> int:
+    """Print the near-misses that fall; 1 if there are any."""
+    argparse.ArgumentParser(
+        prog="python -m spec_tests.museum.rule",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    ).parse_args()
+    found = falling()
+    for name, other in found.items():
+        print(f"{name} falls: {other} fails the same clauses, or fewer of them")
+    print(f"{len(found)} near-misses fall")
+    return int(bool(found))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
