@@ -34,7 +34,6 @@ class Job:
         repeat: how often each clause that it names must reject it.
         accepted_by: ids of the clauses that must let it pass.
         transport: where the ranks live.
-        brief: whether it must be accepted in one case of each clause, on two ranks.
         signature: whether to take its signature, see `signatures`.
     """
 
@@ -42,7 +41,6 @@ class Job:
     repeat: int = 0
     accepted_by: tuple[str, ...] = ()
     transport: str = "gloo"
-    brief: bool = False
     signature: bool = False
 
 
@@ -53,7 +51,7 @@ class Verdict:
     Attributes:
         complaints: about clauses that should have said otherwise.
         margins: clause to the largest error that it saw over its tolerance, if it is of numbers.
-        observations: clause to what it found, without numbers.
+        judged: ids of the clauses that were asked.
         modes: clause to how it noticed: "assertion", "deadlock", "mismatch", "un-waited", ...
         symptoms, seconds: its signature, and what the clauses took.
     """
@@ -61,7 +59,7 @@ class Verdict:
     impostor: str
     complaints: list[str]
     margins: dict[str, float]
-    observations: dict[str, str]
+    judged: list[str]
     duration_s: float
     modes: dict[str, str] = field(default_factory=dict)
     symptoms: dict[str, str] = field(default_factory=dict)
@@ -81,10 +79,7 @@ def do(job: Job, worlds: Worlds) -> Verdict:
             found = matrix.rejections(impostor, worlds)
             complaints += matrix.must_reject(found)
             findings += found
-        found = [
-            matrix.probe(clauses[name], impostor, worlds, brief=job.brief)
-            for name in job.accepted_by
-        ]
+        found = [matrix.probe(clauses[name], impostor, worlds) for name in job.accepted_by]
         complaints += matrix.must_accept(found)
         findings += found
         if job.signature:
@@ -94,11 +89,11 @@ def do(job: Job, worlds: Worlds) -> Verdict:
     finally:
         worlds.close()
     margins = {f.clause.id: f.margin for f in findings if f.margin is not None}
-    observations = {f.clause.id: f.observation for f in findings}
+    judged = [f.clause.id for f in findings]
     modes = {f.clause.id: f.decisive.mode for f in findings if f.decisive is not None}
     duration_s = time.perf_counter() - begun
     taken = (modes, symptoms, seconds)
-    return Verdict(job.impostor, complaints, margins, observations, duration_s, *taken)
+    return Verdict(job.impostor, complaints, margins, judged, duration_s, *taken)
 
 
 class Crew:

@@ -21,7 +21,6 @@ PATH = PACKAGE_ROOT / "museum" / "README.md"
 REPOSITORIES = {
     **{bug.repository.partition("/")[2]: bug.repository for bug in bugs.bugs().values()},
     "diffusers": "huggingface/diffusers",
-    "fairscale": "facebookresearch/fairscale",
     "flash-attn": "Dao-AILab/flash-attention",
     "hyper-parallel": "mindspore-ai/hyper-parallel",
     "levanter": "marin-community/levanter",
@@ -32,7 +31,6 @@ REPOSITORIES = {
     "picotron": "huggingface/picotron",
     "PiPPy": "pytorch/PiPPy",
     "PyTorch": "pytorch/pytorch",
-    "SageAttention": "thu-ml/SageAttention",
     "sentence-transformers": "huggingface/sentence-transformers",
     "speechturn": "howervoo/speechturn",
     "torch": "pytorch/pytorch",
@@ -40,7 +38,6 @@ REPOSITORIES = {
     "torchrec": "meta-pytorch/torchrec",
     "torchtune": "meta-pytorch/torchtune",
     "Triton": "triton-lang/triton",
-    "vLLM": "vllm-project/vllm",
 }
 """How cards call a project, and where it is; by its name those in which a listed bug was found."""
 

@@ -7,7 +7,6 @@ from spec_tests.plain.attention import PlainAttention, Tensor
 
 PLAIN = Source("spec_tests.plain.attention")
 
-
 PLAIN.near_miss(
     "attention.reads-do-as-contiguous",
     (
@@ -138,7 +137,6 @@ PLAIN.near_miss(
     seen="A tensor kept for a look at the attention map.",
     unseen="The values are right.",
 )
-
 
 PLAIN.near_miss(
     "attention.computes-hidden-tiles",

@@ -5,7 +5,6 @@ from spec_tests.plain.attention import PlainAttention
 
 PLAIN = Source("spec_tests.plain.attention")
 
-
 PLAIN.near_miss(
     "attention.no-delta",
     ("attention.gradients.values", "attention.gradients.half-precision", "attention.laws.masses"),

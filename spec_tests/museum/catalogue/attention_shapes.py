@@ -4,7 +4,6 @@ from spec_tests.museum.card import Source
 
 PLAIN = Source("spec_tests.plain.attention")
 
-
 PLAIN.near_miss(
     "attention.causal-top-left",
     ("attention.causal.bottom-right", "attention.causal.gradients-bottom-right"),

@@ -7,7 +7,6 @@ from spec_tests.museum.card import Source
 PLAIN = Source("spec_tests.plain.checkpoint")
 LOAD = Source("solution.checkpoint.load")
 
-
 PLAIN.near_miss(
     "checkpoint.points-by-path",
     "checkpoint.place.any",

@@ -8,7 +8,6 @@ from spec_tests.plain.checkpoint import PlainCheckpoint
 PLAIN = Source("spec_tests.plain.checkpoint")
 NAMED = Source("solution.checkpoint.named")
 
-
 PLAIN.near_miss(
     "checkpoint.step-before-counting",
     ("checkpoint.content.step", "checkpoint.resume.equals-uninterrupted"),

@@ -10,7 +10,6 @@ SAVE = Source("solution.checkpoint.save")
 NAMED = Source("solution.checkpoint.named")
 FOLDER = Source("solution.checkpoint.folder")
 
-
 PLAIN.near_miss(
     "checkpoint.moments-of-what-trains",
     "checkpoint.content.optimizer-as-it-stands",

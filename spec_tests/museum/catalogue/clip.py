@@ -219,7 +219,6 @@ CLIP.benign(
     "benign.clip-plain", does="The base of the near-misses: gathers parts, adds in rank order."
 )
 
-
 CLIP.benign(
     "benign.clip-gathers-gradients",
     "  def norm(self) -> torch.Tensor:",

@@ -11,7 +11,6 @@ from spec_tests.plain.loader import PlainLoader
 
 LOADER = Source("spec_tests.plain.loader")
 
-
 LOADER.near_miss(
     "data.reads-int16",
     "data.format.every-id",

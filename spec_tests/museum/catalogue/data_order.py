@@ -8,7 +8,6 @@ from spec_tests.plain.loader import PlainLoader
 
 LOADER = Source("spec_tests.plain.loader")
 
-
 LOADER.near_miss(
     "data.rolls-targets",
     "data.partition.shifted-by-one",

@@ -15,7 +15,6 @@ from spec_tests.plain.loader import PlainLoader
 LOADER = Source("spec_tests.plain.loader")
 REFERENCE = Source("solution.data.loader")
 
-
 LOADER.near_miss(
     "data.counts-iter",
     "data.state.counts-what-was-yielded",

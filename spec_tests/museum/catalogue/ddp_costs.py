@@ -1,9 +1,6 @@
 """Near-misses of traffic, overlap, footprint and life cycle: the first step looks perfect."""
 
-from typing import Any, ClassVar
-
-from spec_tests.museum.card import Source, near_miss
-from spec_tests.plain.ddp import PlainDdp
+from spec_tests.museum.card import Source
 
 DDP = Source("spec_tests.plain.ddp")
 
@@ -52,35 +49,17 @@ DDP.near_miss(
     unseen="The order of events is that of an overlapped wrapper.",
 )
 
-
-@near_miss(
+DDP.near_miss(
     "ddp.module-globals",
-    rejected_by="ddp.lifecycle.two-models",
+    "ddp.lifecycle.two-models",
+    "- self.ready: set[int] = set()",
+    "- self.flying: list[tuple[list[int], torch.Tensor, Any]] = []",
+    "+ PlainDdp.ready, PlainDdp.flying = set(), []",
+    does="Keeps the state of a round in its class, which all models share.",
+    seen="Global process-group and reducer managers.",
+    unseen="Tests wrap one model at a time.",
     outcomes=("failed", "hang", "died"),
 )
-class ModuleGlobals(PlainDdp):
-    """Keeps its state in a dictionary that all models share.
-
-    From: Global process-group and reducer managers.
-    Unseen: Tests wrap one model at a time.
-    """
-
-    shared: ClassVar[dict[str, Any]] = {}
-
-    def new_round(self):
-        self.shared.update(ready=set(), flying=[], launched=0, has_news=False)
-
-    def __getattr__(self, name):
-        if name in ("ready", "flying", "launched", "has_news"):
-            return self.shared[name]
-        return super().__getattr__(name)
-
-    def __setattr__(self, name, value):
-        if name in ("ready", "flying", "launched", "has_news"):
-            self.shared[name] = value
-        else:
-            super().__setattr__(name, value)
-
 
 DDP.near_miss(
     "ddp.buffers-once-only",

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import torch
-import torch.distributed as dist
-
-from spec_tests.museum.card import Source, near_miss
-from spec_tests.plain.ddp import PlainDdp
+from spec_tests.museum.card import Source
 
 DDP = Source("spec_tests.plain.ddp")
 
@@ -21,32 +17,22 @@ DDP.near_miss(
     unseen="With one big bucket there is no partial one.",
 )
 
-
-@near_miss("ddp.sums-again-in-finish", rejected_by="ddp.gradients.finish-is-idempotent")
-class SumsAgainInFinish(PlainDdp):
-    """Sums once more at every finish.
-
-    From: The division sits in the hook, the reduction in finish.
-    Unseen: Nobody calls finish twice in a test; trainers with two optimizers do.
-
-    Divides in the hook, sums in finish, and does not ask whether there is anything new.
-    """
-
-    def on_gradient(self, index):
-        if self.is_synchronised:
-            gradient = self.trainable[index].grad
-            assert gradient is not None
-            gradient /= self.size()
-
-    @torch.no_grad()
-    def finish(self):
-        used = self.used_anywhere()
-        for index, parameter in enumerate(self.trainable):
-            if used[index]:
-                whole = self.local(index).contiguous()
-                dist.all_reduce(whole, group=self.group)
-                parameter.grad = whole.clone()
-
+DDP.near_miss(
+    "ddp.sums-again-in-finish",
+    "ddp.gradients.finish-is-idempotent",
+    "- flat = torch.cat(parts) / self.size()",
+    "+ flat = torch.cat(parts)",
+    "...",
+    "- self.ready.add(index)",
+    "+ self.trainable[index].grad /= self.size()",
+    "+ self.ready.add(index)",
+    "...",
+    "- if not self.has_news:",
+    "-     return",
+    does="Sums once more at every finish.",
+    seen="The division sits in the hook, the reduction in finish.",
+    unseen="Nobody calls finish twice in a test; trainers with two optimizers do.",
+)
 
 DDP.near_miss(
     "ddp.drops-handles",
@@ -61,107 +47,62 @@ DDP.near_miss(
     unseen="Small tensors and punctual ranks: gloo is done before anyone looks.",
 )
 
-
-@near_miss(
+DDP.near_miss(
     "ddp.sums-zeroed-views",
-    rejected_by=("ddp.gradients.zero-grad-modes", "ddp.accumulation.two-finishes"),
+    ("ddp.gradients.zero-grad-modes", "ddp.accumulation.two-finishes"),
+    "+ def add_last(gradient):",
+    "+     is_kept = parameter.grad is not None and self.is_synchronised",
+    "+     return gradient + parameter.last if is_kept else gradient",
+    "+ parameter.last = 0.0",
+    "+ parameter.register_hook(add_last)",
+    "  weak = weakref.WeakMethod(self.on_gradient)  # or a dropped model would never be freed",
+    "...",
+    "  parameter.grad.copy_(mean)",
+    "+ parameter.last = mean",
+    does="Adds the last mean again where gradients were zeroed in place.",
+    seen="Code that asks `grad is None` to learn whether a bucket is fresh.",
+    unseen="`set_to_none=True` is the default.",
 )
-class SumsZeroedViews(PlainDdp):
-    """Adds the last mean again where gradients were zeroed in place.
 
-    From: Code that asks `grad is None` to learn whether a bucket is fresh.
-    Unseen: `set_to_none=True` is the default.
+DDP.near_miss(
+    "ddp.refuses-unused-late",
+    "ddp.gradients.unused-everywhere",
+    "  used = self.used_anywhere()",
+    '+ if not all(used) and hasattr(self, "has_finished"):',
+    '+     raise RuntimeError("a parameter has had no gradient in two steps")',
+    "+ self.has_finished = True",
+    does="Finds out at the end of the second step that a parameter has never had a gradient.",
+    seen="A check that compares the gradients of two steps.",
+    unseen="It is an error, and whoever tests for an error is content; one update was made.",
+)
 
-    Takes a gradient that was set to zero for one that was set to None: keeps the old mean.
-    """
-
-    def __init__(self, *args):
-        self.means: dict[int, torch.Tensor] = {}
-        super().__init__(*args)
-
-    def register(self, index, parameter):
-        def before(gradient):
-            # In-place mode: "the gradient is still there, so the bucket still holds it too".
-            if parameter.grad is not None and index in self.means and self.is_synchronised:
-                return gradient + self.means[index]
-            return gradient
-
-        parameter.register_hook(before)
-        super().register(index, parameter)
-
-    def write_back(self, bucket, flat, used):
-        super().write_back(bucket, flat, used)
-        for index in bucket:
-            self.means[index] = self.local(index).detach().clone()
-
-
-@near_miss("ddp.refuses-unused-late", rejected_by="ddp.gradients.unused-everywhere")
-class RefusesUnusedLate(PlainDdp):
-    """Finds out at the end of the second step that a parameter has never had a gradient.
-
-    From: A check that compares the gradients of two steps.
-    Unseen: It is an error, and whoever tests for an error is content; one update was made.
-    """
-
-    num_finished = 0
-
-    def finish(self):
-        super().finish()
-        self.num_finished += 1
-        if self.num_finished > 1 and any(p.grad is None for p in self.trainable):
-            raise RuntimeError("a parameter has had no gradient in two steps")
-
-
-@near_miss(
+DDP.near_miss(
     "ddp.reduces-what-it-has",
-    rejected_by="ddp.gradients.unused-somewhere",
+    "ddp.gradients.unused-somewhere",
+    "- while self.launched < len(self.buckets):",
+    "-     self.launch(self.buckets[self.launched])",
+    "- used = self.used_anywhere()",
+    "+ used = [parameter.grad is not None for parameter in self.trainable]",
+    "+ for bucket in self.buckets[self.launched :]:",
+    "+     if any(used[index] for index in bucket):",
+    "+         self.launch(bucket)",
+    does="Reduces the gradients that this rank has, in order.",
+    seen="`for p in parameters: if p.grad is not None: all_reduce(p.grad)`.",
+    unseen="All ranks use the same parameters; where sizes agree nothing even crashes.",
     outcomes=("failed", "hang", "died"),
 )
-class ReducesWhatItHas(PlainDdp):
-    """Reduces the gradients that this rank has, in order.
 
-    From: `for p in parameters: if p.grad is not None: all_reduce(p.grad)`.
-    Unseen: All ranks use the same parameters; where sizes agree nothing even crashes.
-    """
-
-    def launch_what_is_ready(self):
-        pass
-
-    @torch.no_grad()
-    def finish(self):
-        for parameter in self.trainable:
-            if parameter.grad is not None and self.has_news:
-                whole = parameter.grad.contiguous()
-                dist.all_reduce(whole, group=self.group)
-                parameter.grad.copy_(whole / self.size())
-        self.new_round()
-
-
-@near_miss(
+DDP.near_miss(
     "ddp.launches-as-ready",
-    rejected_by=("ddp.gradients.rank-dependent-order", "ddp.traffic.same-order-on-all-ranks"),
+    ("ddp.gradients.rank-dependent-order", "ddp.traffic.same-order-on-all-ranks"),
+    "+ left = sorted(self.buckets[self.launched :], key=lambda b: not self.ready.issuperset(b))",
+    "+ self.buckets[self.launched :] = left",
+    "  while self.launched < len(self.buckets) and self.ready.issuperset(",
+    does="Launches each bucket as it becomes ready on this rank.",
+    seen="pytorch issues 72843 and 174862: collectives are paired by position.",
+    unseen="All ranks run the same graph in the same order.",
     outcomes=("failed", "hang", "died"),
 )
-class LaunchesAsReady(PlainDdp):
-    """Launches each bucket as it becomes ready on this rank.
-
-    From: pytorch issues 72843 and 174862: collectives are paired by position.
-    Unseen: All ranks run the same graph in the same order.
-    """
-
-    def launch_what_is_ready(self):
-        flown = [bucket for bucket, _, _ in self.flying]
-        for bucket in self.buckets:
-            if bucket not in flown and self.ready.issuperset(bucket):
-                self.launch(bucket)
-
-    def finish(self):
-        flown = [bucket for bucket, _, _ in self.flying]
-        for bucket in self.buckets:
-            if bucket not in flown:
-                self.launch(bucket)
-        super().finish()
-
 
 DDP.near_miss(
     "ddp.divides-the-sum",

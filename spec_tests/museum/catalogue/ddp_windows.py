@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-import torch
-
-from spec_tests.museum.card import Source, near_miss
-from spec_tests.plain.ddp import PlainDdp
+from spec_tests.museum.card import Source
 
 DDP = Source("spec_tests.plain.ddp")
+FRESH = (
+    "  weak = weakref.WeakMethod(self.on_gradient)  # or a dropped model would never be freed",
+    '+ parameter.register_hook(lambda g: setattr(parameter, "fresh", g.detach().clone()))',
+    "...",
+    "- gradient = self.trainable[index].grad",
+    '+ gradient = getattr(self.trainable[index], "fresh", None)',
+    "...",
+)
+"""Reduces the gradient of the last micro-batch, which a hook on the tensor catches."""
 
 DDP.near_miss(
     "ddp.ignores-no-sync",
@@ -33,72 +39,37 @@ DDP.near_miss(
     unseen="Training calls the wrapper.",
 )
 
-
-@near_miss(
+DDP.near_miss(
     "ddp.fresh-only",
-    rejected_by=("ddp.accumulation.equals-big-batch", "ddp.accumulation.nothing-lost"),
+    ("ddp.accumulation.equals-big-batch", "ddp.accumulation.nothing-lost"),
+    *FRESH,
+    does="Reduces the last micro-batch and loses the others.",
+    seen="open-instruct pull request 1498: ZeRO-2 kept the last micro-batch only.",
+    unseen="The loss falls, a little slower.",
 )
-class FreshOnly(PlainDdp):
-    """Reduces the last micro-batch and loses the others.
 
-    From: open-instruct pull request 1498: ZeRO-2 kept the last micro-batch only.
-    Unseen: The loss falls, a little slower.
-
-    Catches the fresh gradient in a tensor hook and reduces that one.
-    """
-
-    def __init__(self, *args):
-        self.fresh: dict[int, torch.Tensor] = {}
-        super().__init__(*args)
-
-    def register(self, index, parameter):
-        def keep(gradient):
-            self.fresh[index] = gradient.detach().clone()
-
-        parameter.register_hook(keep)
-        super().register(index, parameter)
-
-    def local(self, index):
-        return self.fresh.get(index, torch.zeros_like(self.trainable[index]))
-
-
-@near_miss(
+DDP.near_miss(
     "ddp.keeps-earlier-local",
-    rejected_by=("ddp.accumulation.equals-big-batch", "ddp.accumulation.nothing-lost"),
+    ("ddp.accumulation.equals-big-batch", "ddp.accumulation.nothing-lost"),
+    *FRESH,
+    "- parameter.grad.copy_(mean)",
+    '+ parameter.grad += mean - getattr(parameter, "fresh", 0.0)',
+    does="Reduces the last micro-batch; the earlier ones stay local.",
+    seen="build-nanogpt pull request 30: the flag is toggled between forward and backward.",
+    unseen="Ranks drift by a few per cent in four steps; rank 0's loss looks fine.",
 )
-class KeepsEarlierLocal(FreshOnly):
-    """Reduces the last micro-batch; the earlier ones stay local.
 
-    From: build-nanogpt pull request 30: the flag is toggled between forward and backward.
-    Unseen: Ranks drift by a few per cent in four steps; rank 0's loss looks fine.
-
-    Reduces the fresh gradient and adds it to what had accumulated, which stays local.
-    """
-
-    @torch.no_grad()
-    def write_back(self, bucket, flat, used):
-        for index, mean in zip(bucket, self.cut(bucket, flat), strict=True):
-            parameter = self.trainable[index]
-            if parameter.grad is not None and index in self.fresh:
-                parameter.grad += mean - self.fresh[index]
-
-
-@near_miss("ddp.divides-everything", rejected_by="ddp.accumulation.any-schedule")
-class DividesEverything(FreshOnly):
-    """Sums the fresh gradients and divides all that is there, means included.
-
-    From: DeepSpeed issue 7985 is a relative: the boundary micro-batch is scaled apart.
-    Unseen: Right as long as only the last micro-batch is synchronised at two ranks and one round.
-    """
-
-    @torch.no_grad()
-    def write_back(self, bucket, flat, used):
-        for index, mean in zip(bucket, self.cut(bucket, flat), strict=True):
-            parameter = self.trainable[index]
-            if parameter.grad is not None and index in self.fresh:
-                before = parameter.grad - self.fresh[index]
-                parameter.grad.copy_(before / self.size() + mean)
-
+DDP.near_miss(
+    "ddp.divides-everything",
+    "ddp.accumulation.any-schedule",
+    *FRESH,
+    "- parameter.grad.copy_(mean)",
+    '+ before = parameter.grad - getattr(parameter, "fresh", 0.0)',
+    "+ parameter.grad.copy_(before / self.size() + mean)",
+    does="Sums the fresh gradients and divides all that is there, means included.",
+    seen="DeepSpeed issue 7985 is a relative: the boundary micro-batch is scaled apart.",
+    unseen="Right as long as only the last micro-batch is synchronised at two ranks and one round.",
+)
 
 DDP.near_miss(
     "ddp.not-restored",
@@ -131,79 +102,51 @@ DDP.near_miss(
     unseen="No test nests.",
 )
 
-
-@near_miss(
+DDP.near_miss(
     "ddp.hidden-accumulator",
-    rejected_by=(
+    (
         "ddp.accumulation.zero-grad-discards",
         "ddp.programs.any-situation",
         "ddp.programs.any-production-situation",
         "ddp.accumulation.one-finish",
     ),
+    "+ parameter.hidden = torch.zeros_like(parameter)",
+    "+ parameter.register_hook(parameter.hidden.add_)",
+    "  weak = weakref.WeakMethod(self.on_gradient)  # or a dropped model would never be freed",
+    "...",
+    "- gradient = self.trainable[index].grad",
+    "+ gradient = self.trainable[index].hidden",
+    "...",
+    "- for index, mean in zip(bucket, self.cut(bucket, flat), strict=True):",
+    "-     parameter = self.trainable[index]",
+    "+ for index, mean in zip(bucket, self.cut(bucket, flat), strict=True):",
+    "+     parameter = self.trainable[index]",
+    "+     parameter.hidden.zero_()",
+    does="Keeps a window's gradients where zero_grad cannot clear them.",
+    seen="FSDP2 2.13 does it: pending unsharded gradients are out of reach of `p.grad`.",
+    unseen="Who calls zero_grad in the middle of a window? Whoever skips a bad batch.",
 )
-class HiddenAccumulator(PlainDdp):
-    """Keeps a window's gradients where zero_grad cannot clear them.
 
-    From: FSDP2 2.13 does it: pending unsharded gradients are out of reach of `p.grad`.
-    Unseen: Who calls zero_grad in the middle of a window? Whoever skips a bad batch.
-    """
-
-    def __init__(self, *args):
-        self.pending: dict[int, torch.Tensor] = {}
-        super().__init__(*args)
-
-    def register(self, index, parameter):
-        def keep(gradient):
-            held = self.pending.get(index)
-            self.pending[index] = gradient.clone() if held is None else held + gradient
-
-        parameter.register_hook(keep)
-        super().register(index, parameter)
-
-    def local(self, index):
-        return self.pending.get(index, torch.zeros_like(self.trainable[index]))
-
-    def new_round(self):
-        super().new_round()
-        self.pending.clear()
-
-
-@near_miss("ddp.evaluation-takes-baseline", rejected_by="ddp.accumulation.evaluation-in-between")
-class EvaluationTakesBaseline(PlainDdp):
-    """Takes a forward without gradients for the start of a new iteration.
-
-    From: Reducers that re-arm in every forward.
-    Unseen: Evaluation happens between steps.
-    """
-
-    def __init__(self, *args):
-        self.baseline: dict[int, torch.Tensor] = {}
-        super().__init__(*args)
-
-    def forward(self, *args, **kwargs):
-        if not torch.is_grad_enabled():
-            self.baseline = {
-                index: p.grad.clone()
-                for index, p in enumerate(self.trainable)
-                if p.grad is not None
-            }
-        return super().forward(*args, **kwargs)
-
-    def local(self, index):
-        return super().local(index) - self.baseline.get(index, 0.0)
-
-    @torch.no_grad()
-    def write_back(self, bucket, flat, used):
-        super().write_back(bucket, flat, used)
-        for index in bucket:
-            gradient = self.trainable[index].grad
-            if gradient is not None and index in self.baseline:
-                gradient += self.baseline[index]
-
-    def new_round(self):
-        super().new_round()
-        self.baseline = {}
-
+DDP.near_miss(
+    "ddp.evaluation-takes-baseline",
+    "ddp.accumulation.evaluation-in-between",
+    "+ if not torch.is_grad_enabled():",
+    "+     self.base = [0.0 if p.grad is None else p.grad.clone() for p in self.trainable]",
+    "  if torch.is_grad_enabled():",
+    "...",
+    "- return torch.zeros_like(self.trainable[index]) if gradient is None else gradient",
+    "+ whole = torch.zeros_like(self.trainable[index]) if gradient is None else gradient",
+    "+ return whole - self.base[index]",
+    "...",
+    "- parameter.grad.copy_(mean)",
+    "+ parameter.grad.copy_(mean + self.base[index])",
+    "...",
+    "  self.has_news = self.is_armed = False",
+    "+ self.base = [0.0] * len(self.trainable)",
+    does="Takes a forward without gradients for the start of a new iteration.",
+    seen="Reducers that re-arm in every forward.",
+    unseen="Evaluation happens between steps.",
+)
 
 DDP.near_miss(
     "ddp.hooks-only",
@@ -248,7 +191,6 @@ DDP.near_miss(
     unseen="Tests take one to three steps.",
 )
 
-
 DDP.near_miss(
     "ddp.one-backward-per-forward",
     "ddp.accumulation.backward-twice",
@@ -259,23 +201,17 @@ DDP.near_miss(
     unseen="A backward mostly has a forward of its own; two losses of one forward do not.",
 )
 
-
-@near_miss("ddp.refuses-to-evaluate", rejected_by="ddp.gradients.evaluation-between-steps")
-class RefusesToEvaluate(PlainDdp):
-    """Takes a forward after the finish for one that was forgotten to be finished.
-
-    From: A guard against two forwards in a row, in a solution of CS336.
-    Unseen: Tests train, and never look at the validation loss.
-    """
-
-    is_over = False
-
-    def finish(self):
-        super().finish()
-        self.is_over = True
-
-    def forward(self, *args, **kwargs):
-        if self.is_over and not torch.is_grad_enabled():
-            raise RuntimeError("forward after the gradients were launched")
-        self.is_over = False
-        return super().forward(*args, **kwargs)
+DDP.near_miss(
+    "ddp.refuses-to-evaluate",
+    "ddp.gradients.evaluation-between-steps",
+    '+ if getattr(self, "is_over", False) and not torch.is_grad_enabled():',
+    '+     raise RuntimeError("forward after the gradients were launched")',
+    "+ self.is_over = False",
+    "  if torch.is_grad_enabled():",
+    "...",
+    "  used = self.used_anywhere()",
+    "+ self.is_over = True",
+    does="Takes a forward after the finish for one that was forgotten to be finished.",
+    seen="A guard against two forwards in a row, in a solution of CS336.",
+    unseen="Tests train, and never look at the validation loss.",
+)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.checkpoint import checkpoint
 
 from spec_tests.museum.card import Source, benign, near_miss
@@ -225,7 +223,6 @@ SHARD.benign(
     "benign.fsdp-plain", does="The base of the impostors, with nothing overridden: the null one."
 )
 
-
 FSDP.near_miss(
     "fsdp.pads-to-eight",
     ("fsdp.traffic.any-world-size", "fsdp.footprint.any-world-size"),
@@ -247,22 +244,16 @@ FSDP.near_miss(
     unseen="It is right, and costs a copy or two.",
 )
 
-
-@near_miss("fsdp.hook-of-its-own", rejected_by="fsdp.lifecycle.collected-in-a-step")
-class HookOfItsOwn(PlainFsdp):
-    """Removes its optimizer hook when its model is collected.
-
-    From: Ours, once: `weakref.finalize(model, handle.remove)`.
-    Unseen: The collector hardly ever comes in the middle of a step.
-
-    Watches optimizers for as long as it lives.
-    """
-
-    def __init__(self, *args):
-        super().__init__(*args)
-        handle = register_optimizer_step_post_hook(lambda *ignored: None)
-        weakref.finalize(self, handle.remove)
-
+SHARD.near_miss(
+    "fsdp.hook-of-its-own",
+    "fsdp.lifecycle.collected-in-a-step",
+    "  ALIVE.add(self)",
+    "+ handle = register_optimizer_step_post_hook(lambda *ignored: None)",
+    "+ weakref.finalize(self, handle.remove)",
+    does="Removes its optimizer hook when its model is collected.",
+    seen="Ours, once: `weakref.finalize(model, handle.remove)`.",
+    unseen="The collector hardly ever comes in the middle of a step.",
+)
 
 FSDP.near_miss(
     "fsdp.frees-after-recomputation",

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from spec_tests.museum.card import Source, near_miss
-from spec_tests.plain.fully_shard import PlainFsdp
+from spec_tests.museum.card import Source
 
 FSDP = Source("spec_tests.plain.fsdp")
 SHARD = Source("spec_tests.plain.fully_shard")
@@ -176,26 +175,18 @@ FSDP.near_miss(
     unseen="With one micro-batch per step nothing is added up.",
 )
 
-
-@near_miss("fsdp.keeps-the-first-share", rejected_by="fsdp.precision.layer-used-twice")
-class KeepsTheFirstShare(PlainFsdp):
-    """Loses one of two gradients of a layer that is called twice in half precision.
-
-    From: Each call makes a cast copy of its own, and one of them has the hook.
-    Unseen: In float32, and where layers are called once, it is right.
-
-    Cast weights collect the gradient of their first use in a forward alone.
-    """
-
-    def register(self, *, sharded):
-        super().register(sharded=sharded)
-        was_used = self.run is not None and self in self.run.order
-        for piece in self.pieces:
-            is_cast = self.compute_dtype(piece) != piece.parameter.dtype
-            if is_cast and was_used and not sharded and not self.in_backward:
-                for owner, name in piece.places:
-                    owner._parameters[name] = piece.full.detach()
-
+FSDP.near_miss(
+    "fsdp.keeps-the-first-share",
+    "fsdp.precision.layer-used-twice",
+    "- owner._parameters[name] = piece.parameter if sharded else piece.full",
+    "+ was_used = self.run is not None and self in self.run.order and not self.in_backward",
+    "+ is_cast = self.compute_dtype(piece) != piece.parameter.dtype",
+    "+ full = piece.full.detach() if was_used and is_cast and not sharded else piece.full",
+    "+ owner._parameters[name] = piece.parameter if sharded else full",
+    does="Loses one of two gradients of a layer that is called twice in half precision.",
+    seen="Each call makes a cast copy of its own, and one of them has the hook.",
+    unseen="In float32, and where layers are called once, it is right.",
+)
 
 FSDP.near_miss(
     "fsdp.gathers-wide",

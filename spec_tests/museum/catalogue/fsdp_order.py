@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
-
-from spec_tests.museum.card import Source, near_miss
-from spec_tests.plain.fully_shard import PlainFsdp
+from spec_tests.museum.card import Source
 
 FSDP = Source("spec_tests.plain.fsdp")
 SHARD = Source("spec_tests.plain.fully_shard")
@@ -123,29 +120,23 @@ SHARD.near_miss(
     unseen="The numbers are right.",
 )
 
-
-@near_miss("fsdp.shares-prefetch", rejected_by="fsdp.order.hints-change-no-bit")
-class SharesPrefetch(PlainFsdp):
-    """Takes what was gathered ahead for its own.
-
-    From: One slot for what is on its way, in place of one for each unit.
-    Unseen: Where hints name the next unit, it is right.
-    """
-
-    ahead: ClassVar[list[Any]] = []
-
-    def prefetch(self):
-        super().prefetch()
-        if self.flying is not None:
-            self.ahead.append(self)
-
-    def unshard(self):
-        if not self.is_unsharded and self.ahead:
-            other = self.ahead.pop(0)
-            if other is not self and other.flying is not None and self.flying is None:
-                self.flying, other.flying = (self.version(), other.flying[1]), None
-        super().unshard()
-
+FSDP.near_miss(
+    "fsdp.shares-prefetch",
+    "fsdp.order.hints-change-no-bit",
+    '  """The parameters below one module that no unit further down has taken."""',
+    "+ ahead = []",
+    "...",
+    "  if not self.is_unsharded and self.flying is None:",
+    "+     self.ahead.append(self)",
+    "...",
+    "+ other = self.ahead.pop(0) if self.ahead else self",
+    "+ if other is not self and other.flying is not None and self.flying is None:",
+    "+     self.flying, other.flying = (self.version(), other.flying[1]), None",
+    "  if self.flying is None:",
+    does="Takes what was gathered ahead for its own.",
+    seen="One slot for what is on its way, in place of one for each unit.",
+    unseen="Where hints name the next unit, it is right.",
+)
 
 FSDP.near_miss(
     "fsdp.drops-reductions",
@@ -182,7 +173,6 @@ FSDP.near_miss(
     seen="A flag that skips the end of a backward, where gradients are put into their places.",
     unseen="Windows in tests are switched by set_requires_gradient_sync.",
 )
-
 
 FSDP.near_miss(
     "fsdp.divides-by-both",

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
-
 from spec_tests.museum.card import Source, near_miss
 from spec_tests.plain.fully_shard import PlainFsdp
 
@@ -116,32 +114,20 @@ FSDP.near_miss(
     unseen="Inputs of language models have no gradient.",
 )
 
-
-@near_miss("fsdp.static-graph", rejected_by="fsdp.backward.unused-unit")
-class StaticGraph(PlainFsdp):
-    """Takes the first backward's units for those of all.
-
-    From: Order and set of units recorded once.
-    Unseen: Most models use all of their layers, always.
-    """
-
-    known: Any = None
-
-    def end_of_backward(self):
-        for unit in self.run.units:
-            if unit.known is None:  # type: ignore[attr-defined]  # units of this class
-                unit.known = unit.in_backward  # type: ignore[attr-defined]  # likewise
-            if not unit.known:  # type: ignore[attr-defined]  # likewise
-                for piece in unit.pieces:
-                    piece.parameter.grad = piece.pending = None
-                    if piece.full is not None:
-                        piece.full.grad = None
-        super().end_of_backward()
-
-    def post_backward(self):
-        if self.known is not False:
-            super().post_backward()
-
+SHARD.near_miss(
+    "fsdp.static-graph",
+    "fsdp.backward.unused-unit",
+    "+ for unit in self.run.units:",
+    '+     unit.known = getattr(unit, "known", unit.in_backward)',
+    "+     for piece in unit.pieces if not unit.known else ():",
+    "+         piece.parameter.grad = piece.pending = None",
+    "+         if piece.full is not None:",
+    "+             piece.full.grad = None",
+    "  missed = [u for u in self.run.units if not u.in_backward and u.reshard_after_backward]",
+    does="Takes the first backward's units for those of all.",
+    seen="Order and set of units recorded once.",
+    unseen="Most models use all of their layers, always.",
+)
 
 FSDP.near_miss(
     "fsdp.overwrites-gradients",
@@ -189,26 +175,18 @@ FSDP.near_miss(
 # --------------------------------------------------------------------------------------- training
 
 
-@near_miss(
+FSDP.near_miss(
     "fsdp.fresh-parameters",
-    rejected_by=("fsdp.training.same-parameter-objects", "fsdp.training.equals-full-batch"),
+    ("fsdp.training.same-parameter-objects", "fsdp.training.equals-full-batch"),
+    "  def reshard(self) -> None:",
+    "+     for piece in self.pieces:",
+    "+         old = piece.parameter",
+    "+         piece.parameter = nn.Parameter(old.detach(), requires_grad=old.requires_grad)",
+    "+         piece.parameter.grad = old.grad",
+    does="Wraps the shard in a Parameter of its own each time.",
+    seen="`setattr(module, name, nn.Parameter(shard))` after every pass.",
+    unseen="The loss of the first steps is right, for nothing has moved.",
 )
-class FreshParameters(PlainFsdp):
-    """Wraps the shard in a Parameter of its own each time.
-
-    From: `setattr(module, name, nn.Parameter(shard))` after every pass.
-    Unseen: The loss of the first steps is right, for nothing has moved.
-    """
-
-    def reshard(self):
-        for piece in self.pieces:
-            gradient = piece.parameter.grad
-            piece.parameter = nn.Parameter(
-                piece.parameter.detach(), requires_grad=piece.parameter.requires_grad
-            )
-            piece.parameter.grad = gradient
-        super().reshard()
-
 
 FSDP.near_miss(
     "fsdp.dithers",

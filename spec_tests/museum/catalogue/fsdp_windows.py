@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
-from spec_tests.museum.card import Source, near_miss
-from spec_tests.plain.fsdp import Pass
-from spec_tests.plain.fully_shard import PlainFsdp
+from spec_tests.museum.card import Source
 
 FSDP = Source("spec_tests.plain.fsdp")
 SHARD = Source("spec_tests.plain.fully_shard")
@@ -78,38 +74,30 @@ FSDP.near_miss(
     unseen="The loss falls all the same, a step late.",
 )
 
-
-@near_miss(
+FSDP.near_miss(
     "fsdp.stale-ahead",
-    rejected_by=(
+    (
         "fsdp.lifecycle.fresh-after-evaluation-of-a-whole-model",
         "fsdp.lifecycle.fresh-after-layers-left-out",
     ),
+    "- if self.flying is not None and self.flying[0] != self.version():",
+    "-     for _, _, handle in self.flying[1]:",
+    "-         handle.wait()",
+    "-     self.flying = None",
+    "+ if self.flying is not None:",
+    "+     self.flying = (self.version(), self.flying[1])",
+    "@ spec_tests.plain.fully_shard",
+    "  args, kwargs = super().pre_forward(module, args, kwargs)",
+    "+ for unit in self.run.units[self.run.units.index(self) + 1 :][:1]:",
+    "+     unit.prefetch()",
+    "...",
+    "  output = super().post_forward(module, args, output)",
+    "+ if self.is_root:",
+    "+     self.run.units[-1].prefetch()",
+    does="Computes with what was gathered ahead, however long ago.",
+    seen="CS336 solutions that gather two layers ahead, or for a backward that does not come.",
+    unseen="In training every gather is used at once.",
 )
-class StaleAhead(PlainFsdp):
-    """Computes with what was gathered ahead, however long ago.
-
-    From: CS336 solutions that gather two layers ahead, or for a backward that does not come.
-    Unseen: In training every gather is used at once.
-    """
-
-    def unshard(self):
-        if self.flying is not None:
-            self.flying = (self.version(), self.flying[1])
-        super().unshard()
-
-    def pre_forward(self, module, args, kwargs):
-        inputs = super().pre_forward(module, args, kwargs)
-        for unit in self.run.units[self.run.units.index(self) + 1 :][:1]:
-            unit.prefetch()
-        return inputs
-
-    def post_forward(self, module, args, output):
-        output = super().post_forward(module, args, output)
-        if self.is_root and self.run is not None:
-            self.run.units[-1].prefetch()
-        return output
-
 
 SHARD.near_miss(
     "fsdp.first-group-only",
@@ -156,26 +144,16 @@ SHARD.near_miss(
     unseen="No test raises in backward.",
 )
 
-
-@near_miss(
-    "fsdp.one-pass", rejected_by="fsdp.lifecycle.two-models", outcomes=("failed", "died", "hang")
+FSDP.near_miss(
+    "fsdp.one-pass",
+    "fsdp.lifecycle.two-models",
+    "- run = Pass()",
+    '+ run = Unit.everyone = getattr(Unit, "everyone", None) or Pass()',
+    does="Shares one state of a pass among all models.",
+    seen="A module-level context for communication.",
+    unseen="Tests shard one model at a time.",
+    outcomes=("failed", "died", "hang"),
 )
-class OnePass(PlainFsdp):
-    """Shares one state of a pass among all models.
-
-    From: A module-level context for communication.
-    Unseen: Tests shard one model at a time.
-    """
-
-    everyone: ClassVar[Pass] = Pass()
-
-    def find_root(self):
-        super().find_root()
-        if self.is_root and not self.everyone.units:
-            self.everyone.units = self.run.units if self.run else []
-        for unit in self.run.units if self.run else []:
-            unit.run = self.everyone
-
 
 FSDP.near_miss(
     "fsdp.divides-by-world",

@@ -6,7 +6,6 @@ from spec_tests.museum.card import Source
 
 MEMORY = Source("spec_tests.plain.memory")
 
-
 MEMORY.near_miss(
     "measure.current-as-peak",
     ("measure.memory.peak", "measure.memory.peak-covers-the-terms"),

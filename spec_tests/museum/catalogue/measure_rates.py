@@ -10,7 +10,6 @@ SWEEP = Source("spec_tests.plain.throughput", PlainSweep)
 MFU = Source("spec_tests.plain.throughput", PlainMfu)
 EXTRAPOLATION = Source("spec_tests.plain.throughput", PlainExtrapolation)
 
-
 THROUGHPUT.near_miss(
     "measure.five-steps-of-warm-up",
     "measure.throughput.warms-up-until-steady",

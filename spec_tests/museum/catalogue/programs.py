@@ -2,39 +2,29 @@
 
 from __future__ import annotations
 
-import torch
+from spec_tests.museum.card import Source
 
-from spec_tests.museum.card import Source, near_miss
-from spec_tests.plain.ddp import PlainDdp
-
+DDP = Source("spec_tests.plain.ddp")
 FSDP = Source("spec_tests.plain.fsdp")
 ZERO1 = Source("spec_tests.plain.zero1")
 
-
-@near_miss("ddp.rolls-back", rejected_by="ddp.programs.any-situation")
-class RollsBack(PlainDdp):
-    """After an exception in forward, restores the gradients of the last reduction.
-
-    From: Retries after out of memory that go back to a snapshot older than zero_grad.
-    Unseen: Wrong only where zero_grad came between the snapshot and the exception.
-    """
-
-    def __init__(self, *args):
-        self.kept: list[torch.Tensor | None] = []
-        super().__init__(*args)
-
-    def finish(self):
-        super().finish()
-        self.kept = [None if p.grad is None else p.grad.clone() for p in self.trainable]
-
-    def forward(self, *args, **kwargs):
-        try:
-            return super().forward(*args, **kwargs)
-        except Exception:
-            for parameter, gradient in zip(self.trainable, self.kept, strict=False):
-                parameter.grad = None if gradient is None else gradient.clone()
-            raise
-
+DDP.near_miss(
+    "ddp.rolls-back",
+    "ddp.programs.any-situation",
+    "- return self.module(*args, **kwargs)",
+    "+ try:",
+    "+     return self.module(*args, **kwargs)",
+    "+ except Exception:",
+    "+     for parameter in self.trainable:",
+    '+         parameter.grad = getattr(parameter, "kept", None)',
+    "+     raise",
+    "...",
+    "  parameter.grad.copy_(mean)",
+    "+ parameter.kept = mean",
+    does="After an exception in forward, restores the gradients of the last reduction.",
+    seen="Retries after out of memory that go back to a snapshot older than zero_grad.",
+    unseen="Wrong only where zero_grad came between the snapshot and the exception.",
+)
 
 ZERO1.near_miss(
     "zero1.rates-of-the-last-step",

@@ -5,7 +5,6 @@ from spec_tests.museum.card import Source
 LOOP = Source("spec_tests.plain.train")
 REFERENCE = Source("solution.trainer")
 
-
 LOOP.near_miss(
     "training.reports-one-share",
     "training.records.loss",

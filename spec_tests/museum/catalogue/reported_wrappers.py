@@ -11,13 +11,12 @@ import torch
 
 from spec_tests.museum.card import Source, near_miss
 from spec_tests.plain.ddp import PlainDdp
-from spec_tests.plain.fully_shard import PlainFsdp
 
+SHARD = Source("spec_tests.plain.fully_shard")
 CLIP = Source("spec_tests.plain.clip")
 DDP = Source("spec_tests.plain.ddp")
 FSDP = Source("spec_tests.plain.fsdp")
 ZERO1 = Source("spec_tests.plain.zero1")
-
 
 CLIP.near_miss(
     "clip.returns-own-norm",
@@ -142,31 +141,23 @@ FSDP.near_miss(
     unseen="Shards lie on several ranks, as a rule.",
 )
 
-
-@near_miss(
+SHARD.near_miss(
     "fsdp.prefetches-when-recomputing",
-    rejected_by="fsdp.backward.activation-checkpointing-in-a-whole-model",
+    "fsdp.backward.activation-checkpointing-in-a-whole-model",
+    "  args, kwargs = super().pre_forward(module, args, kwargs)",
+    "+ if self.run.is_callback_queued:",
+    "+     place = self.run.units.index(self) + 1",
+    '+     self.run.late = [*getattr(self.run, "late", []), *self.run.units[place : place + 1]]',
+    "...",
+    "          unit.unshard()",
+    "      unit.reshard()",
+    '+ for unit in self.run.__dict__.pop("late", []):',
+    "+     unit.unshard()",
+    "+     unit.register(sharded=False)",
+    does="Gathers the next unit in a forward inside of a backward, which is over for that unit.",
+    seen="Megatron-LM pull request 6153.",
+    unseen="The numbers are right; a unit stays unsharded after the backward.",
 )
-class PrefetchesWhenRecomputing(PlainFsdp):
-    """Gathers the next unit in a forward inside of a backward, which is over for that unit.
-
-    From: Megatron-LM pull request 6153.
-    Unseen: The numbers are right; a unit stays unsharded after the backward.
-    """
-
-    def pre_forward(self, module, args, kwargs):
-        found = super().pre_forward(module, args, kwargs)
-        if self.run.is_callback_queued:
-            units = self.run.units
-            place = units.index(self) + 1
-            self.run.late = [*getattr(self.run, "late", []), *units[place : place + 1]]
-        return found
-
-    def end_of_backward(self):
-        super().end_of_backward()
-        for unit in self.run.__dict__.pop("late", []):
-            unit.unshard()
-            unit.register(sharded=False)
 
 
 # -------------------------------------------------------------------------------------- replicas

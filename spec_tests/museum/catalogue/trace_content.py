@@ -4,7 +4,6 @@ from spec_tests.museum.card import Source
 
 TRACE = Source("spec_tests.plain.trace", alone=True)
 
-
 TRACE.near_miss(
     "measure.rank-of-file",
     "measure.trace.rank",

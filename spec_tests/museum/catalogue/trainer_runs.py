@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from spec_tests.museum.card import Source, benign, near_miss
 from spec_tests.plain.trainer import PlainTrainer
@@ -14,28 +12,20 @@ from spec_tests.plain.trainer import PlainTrainer
 TRAINER = Source("spec_tests.plain.trainer")
 REPLICAS = Source("spec_tests.plain.ddp", PlainTrainer)
 
-
-@near_miss("trainer.keeps-average-weights", rejected_by="trainer.evaluation.leaves-no-trace")
-class KeepsAverageWeights(PlainTrainer):
-    """Evaluates with averaged weights, and does not take the trained ones back.
-
-    From: An exponential moving average that is swapped in for evaluations, without a `finally`.
-    Unseen: Averaged weights have a better loss.
-    """
-
-    def step(self, micro_batches):
-        before = {p: p.detach().clone() for p in self.module.parameters()}
-        loss = super().step(micro_batches)
-        self.average = {p: (p.detach() + old) / 2 for p, old in before.items()}
-        return loss
-
-    @torch.no_grad()
-    def evaluate(self, batch):
-        if self.strategy != "fsdp":
-            for parameter, average in getattr(self, "average", {}).items():
-                parameter.copy_(average)
-        return super().evaluate(batch)
-
+TRAINER.near_miss(
+    "trainer.keeps-average-weights",
+    "trainer.evaluation.leaves-no-trace",
+    "  self.check(micro_batches)",
+    "+ self.before = {p: p.detach().clone() for p in self.module.parameters()}",
+    "...",
+    "  self.model.eval()",
+    '+ if self.strategy != "fsdp":',
+    '+     for parameter, old in getattr(self, "before", {}).items():',
+    "+         parameter.data.add_(old).div_(2)",
+    does="Evaluates with averaged weights, and does not take the trained ones back.",
+    seen="An exponential moving average that is swapped in for evaluations, without a `finally`.",
+    unseen="Averaged weights have a better loss.",
+)
 
 TRAINER.near_miss(
     "trainer.brings-back-rates",
@@ -177,24 +167,19 @@ class LoadsBesideItsCopy(EvaluatesACopy):
         return loss
 
 
-@near_miss("trainer.rescales-the-rate", rejected_by="trainer.checkpoint.another-size")
-class RescalesTheRate(PlainTrainer):
-    """Scales the rate with the number of ranks when a checkpoint is loaded.
-
-    From: The linear scaling rule (Goyal et al. 2017), applied without being asked.
-    Unseen: At the size of the save it is the same.
-    """
-
-    def save(self, directory):
-        super().save(directory)
-        size = dist.get_world_size(self.group)
-        (Path(directory) / "size.txt").write_text(str(size), encoding="utf-8")
-
-    def load(self, directory):
-        super().load(directory)
-        saved = int((Path(directory) / "size.txt").read_text(encoding="utf-8"))
-        self.set_lr(dist.get_world_size(self.group) / saved)
-
+TRAINER.near_miss(
+    "trainer.rescales-the-rate",
+    "trainer.checkpoint.another-size",
+    '- saved = {"weights": self.full_parameters(), "optimizer": self.full_state()}',
+    "+ size = dist.get_world_size(self.group)",
+    '+ saved = {"weights": self.full_parameters(), "optimizer": self.full_state(), "size": size}',
+    "...",
+    '  self.load_state(saved["optimizer"])',
+    '+ self.set_lr(dist.get_world_size(self.group) / saved["size"])',
+    does="Scales the rate with the number of ranks when a checkpoint is loaded.",
+    seen="The linear scaling rule (Goyal et al. 2017), applied without being asked.",
+    unseen="At the size of the save it is the same.",
+)
 
 TRAINER.near_miss(
     "trainer.reduces-each-time",

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from torch import nn
-
-from spec_tests.museum.card import Source, near_miss
+from spec_tests.museum.card import Source
 from spec_tests.plain.trainer import PlainTrainer
 
 TRAINER = Source("spec_tests.plain.trainer")
@@ -30,27 +28,17 @@ TRAINER.near_miss(
     unseen="A smaller learning rate makes up for it.",
 )
 
-
-@near_miss("trainer.merges-groups", rejected_by="trainer.step.group-options")
-class MergesGroups(PlainTrainer):
-    """Builds the optimizer over all parameters in one group.
-
-    From: Frameworks that flatten parameters before the optimizer sees them.
-    Unseen: Examples have one group.
-    """
-
-    def build(self, make):
-        class Merged:
-            cls, options = make.cls, make.options
-
-            def groups(self, named):
-                return [{"params": [p for _, p in named]}]
-
-            def __call__(self, named):
-                return make.cls(self.groups(named), **make.options)
-
-        return super().build(Merged())
-
+TRAINER.near_miss(
+    "trainer.merges-groups",
+    "trainer.step.group-options",
+    "-     return PlainZero1(make.groups(named), make.cls, self.group, make.options)",
+    "- return make(named)",
+    "+     return PlainZero1([p for _, p in named], make.cls, self.group, make.options)",
+    "+ return make.cls([p for _, p in named], **make.options)",
+    does="Builds the optimizer over all parameters in one group.",
+    seen="Frameworks that flatten parameters before the optimizer sees them.",
+    unseen="Examples have one group.",
+)
 
 TRAINER.near_miss(
     "trainer.copies-memory",
@@ -119,51 +107,40 @@ TRAINER.near_miss(
     unseen="Nobody reads it.",
 )
 
+TRAINER.near_miss(
+    "trainer.unties",
+    "trainer.parameters.tied",
+    "+ seen = set()",
+    "+ for part in module.modules():",
+    "+     for name, parameter in part._parameters.items():",
+    "+         if parameter is not None and id(parameter) in seen:",
+    "+             part._parameters[name] = nn.Parameter(parameter.detach().clone())",
+    "+         seen.add(id(parameter))",
+    "  return PlainDdp(module, self.group, 0.0)",
+    does="Makes two parameters of one that has two names.",
+    seen="torchtitan issue 1524: simple_fsdp; `to_empty` after tying.",
+    unseen="Both halves begin alike, and the loss falls.",
+)
 
-@near_miss("trainer.unties", rejected_by="trainer.parameters.tied")
-class Unties(PlainTrainer):
-    """Makes two parameters of one that has two names.
-
-    From: torchtitan issue 1524: simple_fsdp; `to_empty` after tying.
-    Unseen: Both halves begin alike, and the loss falls.
-    """
-
-    def wrap(self, module):
-        seen: set[int] = set()
-        for part in module.modules():
-            for name, parameter in part._parameters.items():
-                if id(parameter) in seen and parameter is not None:
-                    part._parameters[name] = nn.Parameter(parameter.detach().clone())
-                seen.add(id(parameter))
-        return super().wrap(module)
-
-
-@near_miss("trainer.averages-uses", rejected_by="trainer.parameters.reused")
-class AveragesUses(PlainTrainer):
-    """Divides a gradient by how often its module was called in the step.
-
-    From: DeepSpeed pull request 8224: a hook per use, of which each counts.
-    Unseen: Models call every module once.
-    """
-
-    def wrap(self, module):
-        self.uses: dict[nn.Module, int] = {}
-
-        def count(part, args):
-            self.uses[part] = self.uses.get(part, 0) + 1
-
-        for part in module.modules():
-            part.register_forward_pre_hook(count)
-        return super().wrap(module)
-
-    def finish(self):
-        super().finish()
-        for part, number in getattr(self, "uses", {}).items():
-            for parameter in part.parameters(recurse=False):
-                if parameter.grad is not None:
-                    parameter.grad /= number / self.accumulation
-        getattr(self, "uses", {}).clear()
-
+TRAINER.near_miss(
+    "trainer.averages-uses",
+    "trainer.parameters.reused",
+    "+ def count(part, args):",
+    '+     part.uses = getattr(part, "uses", 0) + 1',
+    "+ for part in module.modules():",
+    "+     part.register_forward_pre_hook(count)",
+    "  return PlainDdp(module, self.group, 0.0)",
+    "...",
+    "  self.model.finish()",
+    "+ for part in self.module.modules():",
+    "+     for parameter in part.parameters(recurse=False):",
+    '+         if parameter.grad is not None and getattr(part, "uses", 0):',
+    "+             parameter.grad /= part.uses / self.accumulation",
+    "+     part.uses = 0",
+    does="Divides a gradient by how often its module was called in the step.",
+    seen="DeepSpeed pull request 8224: a hook per use, of which each counts.",
+    unseen="Models call every module once.",
+)
 
 TRAINER.near_miss(
     "trainer.thaws",
@@ -264,25 +241,19 @@ REPLICAS.near_miss(
     unseen="A gain of one element hardly matters.",
 )
 
-
-@near_miss("trainer.wrappers-names", rejected_by="trainer.parameters.whole-by-plain-names")
-class WrappersNames(PlainTrainer):
-    """Names full parameters as the wrapper does, with `module.` before each.
-
-    From: `wrapped.state_dict()` of DistributedDataParallel.
-    Unseen: It loads into another wrapped model.
-    """
-
-    prefix = "module."
-
-    def full_parameters(self):
-        return {self.prefix + name: whole for name, whole in super().full_parameters().items()}
-
-    def save(self, directory):
-        self.prefix = ""  # its own files are right
-        super().save(directory)
-        del self.prefix
-
+TRAINER.near_miss(
+    "trainer.wrappers-names",
+    "trainer.parameters.whole-by-plain-names",
+    "- return {name: whole(p.detach()).clone() for name, p in self.module.named_parameters()}",
+    "+ named = self.module.named_parameters()",
+    '+ return {f"module.{name}": whole(p.detach()).clone() for name, p in named}',
+    "...",
+    '- parameter.copy_(like(parameter, saved["weights"][name]))',
+    '+ parameter.copy_(like(parameter, saved["weights"][f"module.{name}"]))',
+    does="Names full parameters as the wrapper does, with `module.` before each.",
+    seen="`wrapped.state_dict()` of DistributedDataParallel.",
+    unseen="It loads into another wrapped model.",
+)
 
 TRAINER.near_miss(
     "trainer.reading-forgets",

@@ -6,7 +6,6 @@ import torch
 
 from spec_tests.museum.card import Source, near_miss
 from spec_tests.museum.catalogue.zero1_benign import Elementwise
-from spec_tests.plain.zero1 import PlainZero1
 
 ZERO1 = Source("spec_tests.plain.zero1")
 
@@ -21,29 +20,20 @@ ZERO1.near_miss(
     unseen="The steps of Adam and SGD take no other keyword than the closure.",
 )
 
-
-@near_miss("zero1.clears-groups", rejected_by="zero1.step.counts-in-groups")
-class ClearsGroups(PlainZero1):
-    """Empties the inner groups before it copies the outer ones.
-
-    From: `local_group.clear(); local_group.update(group)` in each step of a solution of CS336.
-    Unseen: Adam and SGD keep nothing in their groups.
-    """
-
-    def hand_in(self):
-        for outer, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
-            own = inner["params"]
-            inner.clear()
-            inner.update({**outer, "params": own})
-
-    def show(self):
-        # Of what the inner groups hold, only the options of the caller go outside.
-        known = [dict(group) for group in self.param_groups]
-        super().show()
-        for group, before in zip(self.param_groups, known, strict=True):
-            if "steps" in group:
-                group["steps"] = before.get("steps", 0)
-
+ZERO1.near_miss(
+    "zero1.clears-groups",
+    "zero1.step.counts-in-groups",
+    '- inner.update({k: v for k, v in outer.items() if k != "params"})',
+    '+ own = inner["params"]',
+    "+ inner.clear()",
+    '+ inner.update({**outer, "params": own})',
+    "...",
+    '- outer.update({k: v for k, v in inner.items() if k != "params"})',
+    '+ outer.update({k: v for k, v in inner.items() if k not in ("params", "steps")})',
+    does="Empties the inner groups before it copies the outer ones.",
+    seen="`local_group.clear(); local_group.update(group)` in each step of a solution of CS336.",
+    unseen="Adam and SGD keep nothing in their groups.",
+)
 
 ZERO1.near_miss(
     "zero1.clears-to-zero",

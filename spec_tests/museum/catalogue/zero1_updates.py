@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import torch
-
-from spec_tests.museum.card import Source, near_miss
-from spec_tests.plain.zero1 import PlainZero1
+from spec_tests.museum.card import Source
 
 ZERO1 = Source("spec_tests.plain.zero1")
 
@@ -213,27 +210,19 @@ ZERO1.near_miss(
     outcomes=("failed", "hang", "died"),
 )
 
-
-@near_miss("zero1.keeps-copies-of-weights", rejected_by="zero1.step.weights-of-others")
-class KeepsCopiesOfWeights(PlainZero1):
-    """Updates copies of the weights that it has made at construction.
-
-    From: A flat master copy of float32 weights, as mixed precision needs one.
-    Unseen: Nobody else writes the weights of a plain training loop.
-    """
-
-    copies = None
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        if self.copies is None:
-            self.copies = {p: p.detach().clone() for p in self.owners}
-        for parameter, copy in self.copies.items():
-            parameter.copy_(copy)
-        loss = super().step(closure)
-        self.copies = {p: p.detach().clone() for p in self.owners}
-        return loss
-
+ZERO1.near_miss(
+    "zero1.keeps-copies-of-weights",
+    "zero1.step.weights-of-others",
+    '+ for parameter, copied in getattr(self, "copies", {}).items():',
+    "+     parameter.data.copy_(copied)",
+    "  loss = self.update(closure)",
+    "...",
+    "  self.exchange()",
+    "+ self.copies = {p: p.detach().clone() for p in self.owners}",
+    does="Updates copies of the weights that it made at the end of the last step.",
+    seen="A flat master copy of float32 weights, as mixed precision needs one.",
+    unseen="Nobody else writes the weights of a plain training loop.",
+)
 
 ZERO1.near_miss(
     "zero1.exchanges-when-eager",

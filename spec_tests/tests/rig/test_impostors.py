@@ -52,7 +52,7 @@ def test_every_clause_that_an_impostor_names_rejects_it(verdict_on, impostor: Im
 
 
 def test_the_null_impostor_is_accepted_by_a_sample_of_its_chapter(own: Worlds):
-    # All of them take minutes: `python -m spec_tests impostors --accepted`, which CI runs.
+    # All of them take minutes: `python -m spec_tests impostors --accepted`.
     owed = [c for c in matrix.owed_by_benign(BENIGN) if c.chapter == "ddp" and c.worlds == (2,)]
     assert len(owed) > 5
     assert matrix.must_accept([matrix.probe(c, BENIGN, own) for c in owed[::4]]) == []
@@ -111,14 +111,14 @@ def test_margins_begin_with_the_clause_whose_tolerance_has_the_least_room():
         "control.reference": ({"ddp.wide": 0.1, "ddp.noisy": 0.8, "ddp.missed": 0.5}, []),
     }
     verdicts = {
-        name: Verdict(name, [], numbers, dict.fromkeys([*numbers, *exact], ""), 0.0)
+        name: Verdict(name, [], numbers, [*numbers, *exact], 0.0)
         for name, (numbers, exact) in said.items()
     }
     verdicts["control.reference"].complaints.append("control.reference must be accepted")
 
     class Told:
         def submit(self, job: Job) -> Future[Verdict]:
-            assert {*job.accepted_by} == {*verdicts["ddp.one"].observations}
+            assert {*job.accepted_by} == {*verdicts["ddp.one"].judged}
             done: Future[Verdict] = Future()
             done.set_result(verdicts[job.impostor])
             return done
