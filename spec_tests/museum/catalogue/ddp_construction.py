@@ -132,8 +132,7 @@ DDP.near_miss(
     "ddp.footprint.models-made-and-dropped",
     "- parameter.register_post_accumulate_grad_hook(lambda p: (weak() or bool)(index))",
     "+ parameter.register_post_accumulate_grad_hook(lambda p: self.on_gradient(index))",
-    does="Registers hooks that hold the wrapper, which holds the module, which holds the "
-    "parameters.",
+    does="Registers hooks that hold the wrapper, and with it the module and its parameters.",
     seen="`register_post_accumulate_grad_hook(self.reduce)`, in most solutions of CS336.",
     unseen="A program makes one model; the cycle goes through C++, where no collector looks.",
 )

@@ -92,8 +92,7 @@ DDP.near_miss(
     "+     for piece, like in zip(pieces, whole, strict=True)",
     "+ ]",
     does="Cuts its buckets with the strides of the parameters.",
-    seen="`flat.as_strided(p.shape, p.stride(), offset)`, so that a gradient lies as its "
-    "parameter.",
+    seen="`flat.as_strided(p.shape, p.stride(), offset)`: a gradient lies as its parameter.",
     unseen="It is right for each layout that fills its memory.",
 )
 

@@ -68,8 +68,7 @@ FSDP.near_miss(
     "+ return not self.is_root if self.raf is None else bool(self.raf)",
     does="Frees full weights after forward where `reshard_after_forward` is 1.",
     seen="`if reshard_after_forward:`, where True and 1 are the same.",
-    unseen="The numbers are right; a job of one rank per node has one copy too many on its "
-    "network.",
+    unseen="The numbers are right; a job of one rank per node sends one copy too many.",
 )
 
 FSDP.near_miss(

@@ -61,8 +61,7 @@ MODULE.near_miss(
     "fsdp.traffic.wait-after-reshard",
     '  """Wait for the all-gather; register the unsharded parameters, unless all is sharded."""',
     "+ self._unit.unshard()",
-    does="A handle's wait gathers the unit where it is sharded, so that it is unsharded for "
-    "certain.",
+    does="A handle's wait gathers a unit that is sharded by then, so that it is unsharded.",
     seen="A wait that should be safe to call at any time.",
     unseen="Nobody waits for what was freed, except a loop with an early exit.",
 )
@@ -103,8 +102,7 @@ OPTIONS.near_miss(
     "fsdp.init.new-default-group",
     "- made = _made.setdefault(dist.group.WORLD, {})",
     "+ made = _made.setdefault(_once, {})",
-    does="Keeps the mesh that it made for the first default group, and uses it after that one is "
-    "gone.",
+    does="Keeps the mesh that it made for the first default group after that group is gone.",
     seen="A cache of meshes by size alone, or `functools.cache`.",
     unseen="Scripts make one default group; a notebook or a test suite makes many.",
 )

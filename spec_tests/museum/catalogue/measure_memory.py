@@ -55,10 +55,7 @@ MEMORY.near_miss(
     "- return books.now",
     "+ return 0",
     does="Leaves activations out.",
-    seen=(
-        "A course's memory_analysis.py. 'Ignored because of checkpointing'; they are two thirds "
-        "of its peak."
-    ),
+    seen="A course's memory_analysis.py: 'ignored because of checkpointing'; two thirds of a peak.",
     unseen="The other terms are exact.",
 )
 

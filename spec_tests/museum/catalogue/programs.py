@@ -31,10 +31,7 @@ ZERO1.near_miss(
     "zero1.programs.any-situation",
     "- self.hand_in()  # what `show` would bring back below",
     "+ pass",
-    does=(
-        "With a group that is added, shows the options that the inner optimizer had in its last "
-        "step."
-    ),
+    does="When a group is added, shows the options that the inner optimizer had in its last step.",
     seen="ours, until drawn programs met it, and `plain` the same.",
     unseen="Rates change before a step, and groups are added at the start.",
 )

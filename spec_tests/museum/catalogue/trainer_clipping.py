@@ -173,7 +173,6 @@ TRAINER.near_miss(
     "+         if isinstance(value, torch.Tensor):",
     "+             entry[name] = value.to(torch.bfloat16).to(value.dtype)",
     does="Keeps the optimizer's state in bfloat16 between steps.",
-    seen="Moments that are made like the gradients, or a state dict that was cast with the "
-    "weights.",
+    seen="Moments that are made like the gradients, or a state dict cast with the weights.",
     unseen="The weights are float32, and move by nearly as much.",
 )

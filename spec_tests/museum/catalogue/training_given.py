@@ -43,8 +43,7 @@ TRAINER.near_miss(
     "training.gradient.leftovers-outside-the-model",
     "- model.zero_grad(set_to_none=True)  # also what the optimizer does not hold",
     "+ return  # also what the optimizer does not hold",
-    does="Clears the gradients of the optimizer's parameters alone, and takes the norm of the "
-    "model's.",
+    does="Clears only the gradients of the optimizer's parameters; takes the norm of the model's.",
     seen="`optimizer.zero_grad()`",
     unseen="An optimizer holds all parameters that train, as a rule.",
 )

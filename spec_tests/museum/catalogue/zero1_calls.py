@@ -15,8 +15,7 @@ ZERO1.near_miss(
     "- def step(self, closure: Any = None) -> Any:",
     "+ def step(self, closure: Any = None, **others: Any) -> Any:",
     does="Takes further keywords of `step`, and hands none of them on.",
-    seen="`def step(self, closure=None, **kwargs)`, as the exercise has it, in a solution of "
-    "CS336.",
+    seen="`def step(self, closure=None, **kwargs)`, as CS336's exercise has it, in a solution.",
     unseen="The steps of Adam and SGD take no other keyword than the closure.",
 )
 
