@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import torch
-import torch.distributed as dist
-
-from spec_tests.museum.card import Source, near_miss
-from spec_tests.plain.ddp import PlainDdp
+from spec_tests.museum.card import Source
 
 DDP = Source("spec_tests.plain.ddp")
 
@@ -40,31 +36,21 @@ DDP.near_miss(
     unseen="A relative error of 2**-8 passes a tolerance of 1e-2.",
 )
 
-
-@near_miss(
+DDP.near_miss(
     "ddp.averages-the-hooks-argument",
-    rejected_by=("ddp.gradients.weights-untouched", "ddp.gradients.mean"),
+    ("ddp.gradients.weights-untouched", "ddp.gradients.mean"),
+    "- weak = weakref.WeakMethod(self.on_gradient)  # or a dropped model would never be freed",
+    "- parameter.register_post_accumulate_grad_hook(lambda p: (weak() or bool)(index))",
+    "+ parameter.register_post_accumulate_grad_hook(",
+    "+     lambda g: dist.all_reduce(g.detach().div_(self.size()), group=self.group)",
+    "+ )",
+    "...",
+    "- if not self.has_news:",
+    "+ if True:  # the hooks have done it all",
+    does="Averages the weights and leaves the gradients local.",
+    seen="picotron issue 39: a post-accumulate hook is handed the parameter, not the gradient.",
+    unseen="The loss curve is plausible, and after each step the weights are averaged again.",
 )
-class AveragesTheHooksArgument(PlainDdp):
-    """Averages the weights and leaves the gradients local.
-
-    From: picotron issue 39: a post-accumulate hook is handed the parameter, not the gradient.
-    Unseen: The loss curve is plausible, and after each step the weights are averaged again.
-    """
-
-    @torch.no_grad()
-    def register(self, index, parameter):
-        def hook(gradient):  # it is the parameter that arrives here
-            with torch.no_grad():
-                whole = gradient.detach().contiguous()
-                dist.all_reduce(whole, group=self.group)
-                gradient.copy_(whole / self.size())
-
-        parameter.register_post_accumulate_grad_hook(hook)
-
-    def finish(self):
-        pass  # "the hooks have done it all"
-
 
 DDP.near_miss(
     "ddp.writes-into-copies",
@@ -136,21 +122,16 @@ DDP.near_miss(
     unseen="Gradients of toys are small.",
 )
 
-
-@near_miss("ddp.averages-what-the-hook-gets", rejected_by="ddp.gradients.shared-by-autograd")
-class AveragesWhatTheHookGets(PlainDdp):
-    """Averages the gradient in place in a hook on the tensor, before it is accumulated.
-
-    From: `p.register_hook(all_reduce)`, in a solution of CS336; torch says that hooks must not.
-    Unseen: Only a sum passes one tensor on to two, and batches broadcast the bias of a layer.
-    """
-
-    def register(self, index, parameter):
-        parameter.register_hook(self.average)
-
-    def average(self, gradient):
-        gradient /= self.size()
-        dist.all_reduce(gradient, group=self.group)
-
-    def finish(self):
-        pass
+DDP.near_miss(
+    "ddp.averages-what-the-hook-gets",
+    "ddp.gradients.shared-by-autograd",
+    "- weak = weakref.WeakMethod(self.on_gradient)  # or a dropped model would never be freed",
+    "- parameter.register_post_accumulate_grad_hook(lambda p: (weak() or bool)(index))",
+    "+ parameter.register_hook(lambda g: dist.all_reduce(g.div_(self.size()), group=self.group))",
+    "...",
+    "- if not self.has_news:",
+    "+ if True:  # the hooks have done it all",
+    does="Averages the gradient in place in a hook on the tensor, before it is accumulated.",
+    seen="`p.register_hook(all_reduce)`, in a solution of CS336; torch says that hooks must not.",
+    unseen="Only a sum passes one tensor on to two, and batches broadcast the bias of a layer.",
+)
