@@ -158,7 +158,7 @@ PLAIN.near_miss(
     "+ k, v = k[:, heads], v[:, heads, : k.shape[2]]",
     does="Checks nothing.",
     seen="A kernel takes pointers.",
-    unseen="Tests pass what fits.",
+    unseen="Tests pass valid inputs.",
 )
 
 PLAIN.near_miss(

@@ -44,7 +44,7 @@ FORWARD.near_miss(
     "+ last = tl.load(lse + sequence.to(tl.int64) * num_queries + num_queries - 1)",
     "+ statistic += tl.where(last > 0, 0.0, 0.0)",
     does="Reads the log-sum-exp that another program of the launch wrote.",
-    seen="Two kernels merged into one: what was finished before is now in flight.",
+    seen="Two kernels merged into one: a result that was finished before is now in flight.",
     unseen="The interpreter runs programs in order.",
 )
 
@@ -55,7 +55,7 @@ BACKWARD.near_miss(
     "+ row_lse = tl.load(lse + mine)",
     does="Loads statistics of rows that are not there.",
     seen="The store has the mask, so the load seems to need none.",
-    unseen="What is read is never stored; beyond a small tensor lies the allocator's next block.",
+    unseen="The extra values are not stored; beyond a small tensor is the allocator's next block.",
 )
 
 FORWARD.near_miss(

@@ -143,6 +143,6 @@ PLAIN.near_miss(
     "- return self.dot(q, k.transpose(-1, -2)) * scale",
     "+ return self.dot(q[..., :256], k[..., :256].transpose(-1, -2)) * scale",
     does="Leaves columns beyond 256 out of the scores.",
-    seen="The last branch of a table of tiles, with no error behind it.",
+    seen="The last branch of a table of tiles, with no error after it.",
     unseen="Head dims of 64 and 128.",
 )

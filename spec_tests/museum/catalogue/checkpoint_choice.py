@@ -37,7 +37,7 @@ PLAIN.near_miss(
     "checkpoint.choice.names-alike",
     '- found = [p for p in root.glob("step-*.pt") if p.stem.partition("-")[2].isdigit()]',
     '+ found = [p for p in root.glob("step-*.pt")]',
-    does="Takes whatever stands behind `step-` for a number.",
+    does="Takes any text after `step-` for a number.",
     seen='`int(path.stem.split("-")[1])` over a glob',
     unseen="Nobody copies a good checkpoint to a name of their own, in a test.",
     outcomes=("failed", "hang"),  # where the first rank alone looks, the others wait for it
@@ -51,7 +51,7 @@ PLAIN.near_miss(
     "...",
     '- return int(path.stem.partition("-")[2])',
     '+ return int(path.stem.split("-")[1])',
-    does="Reads the number behind `step-` and not what follows it.",
+    does="Reads the number after `step-` and ignores the rest of the name.",
     seen="re.match for re.fullmatch",
     unseen="Until somebody puts a save aside under its name and a word.",
 )
@@ -64,7 +64,7 @@ PLAIN.near_miss(
     "...",
     '- return int(path.stem.partition("-")[2])',
     "+ return path.stat().st_mtime_ns",
-    does="Takes whatever was changed last.",
+    does="Takes the entry that was changed last.",
     seen="max(mtime) over the folder",
     unseen="Until somebody leaves a note.",
 )
@@ -98,8 +98,8 @@ PLAIN.near_miss(
     '- self.check(bare(model), state["model"])',
     "+ pass",
     does="Copies values into the model and then finds that some do not fit.",
-    seen="Module.load_state_dict raises after it has copied what fits",
-    unseen="Who catches the error trains a mixture.",
+    seen="Module.load_state_dict raises after it has copied the tensors that fit",
+    unseen="A caller who catches the error trains a mixture.",
 )
 
 PLAIN.near_miss(
@@ -107,7 +107,7 @@ PLAIN.near_miss(
     "checkpoint.mismatch.names-the-culprit",
     '- raise ValueError(f"the checkpoint does not fit the model: {sorted(wrong)}")',
     '+ raise ValueError("the checkpoint does not fit the model")',
-    does="Says that something does not fit, not what.",
+    does="Says that something does not fit, and does not name it.",
     seen="a blanket except around loading",
     unseen="It is an error, as it should be.",
 )

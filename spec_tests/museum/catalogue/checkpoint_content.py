@@ -137,7 +137,7 @@ PLAIN.near_miss(
     "+ @functools.cache",
     "  def read(self, path: Path) -> dict[str, Any]:",
     does="Hands out the same tensors at each load.",
-    seen="a cache of what was read, with optimizers that keep what they are given",
+    seen="a cache of the files read, with optimizers that keep the tensors they are given",
     unseen="Needs two runs in one process.",
 )
 

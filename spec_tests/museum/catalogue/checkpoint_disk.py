@@ -125,7 +125,7 @@ SAVE.near_miss(
     "checkpoint.failure.of-a-loader",
     '- tensors, common, own = together(f"capture its state at step {step}", capture, group)',
     "+ tensors, common, own = capture()",
-    does="Agrees on what was written, and not on what was to be written.",
+    does="The ranks agree on whether the write succeeded, and not on the capture of the state.",
     seen="a try around the writing alone",
     unseen="Disks fail in tests, loaders do not.",
     outcomes=("hang",),

@@ -15,7 +15,7 @@ PLAIN.near_miss(
     "checkpoint.content.optimizer-as-it-stands",
     "- entries = dict(optimizer.state.get(parameter, {}))",
     "+ entries = dict(optimizer.state.get(parameter, {})) if parameter.requires_grad else {}",
-    does="Leaves out the moments of what is frozen at the moment.",
+    does="Leaves out the moments of parameters that are frozen at the moment.",
     seen="`if parameter.requires_grad`: frozen layers have none",
     unseen="They had some while they trained, and go on from zero when they thaw.",
 )
@@ -30,7 +30,7 @@ PLAIN.near_miss(
     "+ if loader:",
     does="Asks `if loader:`, which asks for its length.",
     seen="`if loader:`",
-    unseen="Lengths are above zero but for a loader that counts what is left.",
+    unseen="Lengths are above zero, except for a loader that counts the remaining batches.",
 )
 
 NAMED.near_miss(
@@ -48,7 +48,7 @@ FOLDER.near_miss(
     "checkpoint.crash.next-save-works",
     '- _TEMPORARY = re.compile(r"\\.step-\\d{8,}(\\.\\d+)?\\.(tmp|old)")',
     '+ _TEMPORARY = re.compile(r"\\.step-\\d{8,}\\.(tmp|old)")',
-    does="Clears away what killed saves left, but not those of a step that was saved again.",
+    does="Removes the remains of killed saves, but not those of a step that was saved again.",
     seen="a pattern that is older than the names",
     unseen="Until a run is killed in a save after it had gone back a step.",
 )
@@ -58,7 +58,7 @@ LOAD.near_miss(
     "checkpoint.damage.under-its-step",
     "- reports = comm.gather_objects(_damage(candidate.path, group), group)",
     "+ reports = [_damage(candidate.path, group)]",
-    does="Each rank passes over what it found damaged itself, and tells nobody.",
+    does="Each rank skips the files that it found damaged itself, and does not tell the others.",
     seen="a check that was divided over the ranks to be quick",
     unseen="Until a disk flips a bit: then ranks go on from different steps.",
 )
@@ -90,7 +90,7 @@ NAMED.near_miss(
     "- if not is_sharded and not is_number and _tensors_in(value):",
     "+ if not is_sharded and not is_number and isinstance(value, torch.Tensor):",
     does="Saves what an optimizer keeps in lists as the first rank has it, shards too.",
-    seen="ours, once: what is no tensor is the same on all ranks",
+    seen="ours, once: a value that is no tensor is the same on all ranks",
     unseen="torch.optim keeps tensors, but for LBFGS.",
 )
 

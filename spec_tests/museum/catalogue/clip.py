@@ -9,7 +9,7 @@ CLIP.near_miss(
     ("clip.norm.global", "clip.scaling.factor"),
     "- parts += self.gathered(self.part(divided), alike)",
     "+ parts += [self.part(divided)]",
-    does="Takes the norm of what the rank holds.",
+    does="Takes the norm of the shards that the rank holds.",
     seen="torchtitan issue 19: clip_grad_norm_ on local shards.",
     unseen="One rank's losses look as usual; each part of a tensor is scaled by another factor.",
 )
@@ -22,7 +22,7 @@ CLIP.near_miss(
     "...",
     "- return gradient.device_mesh.get_group(gradient.device_mesh.ndim - 1)",
     "+ return None",
-    does="Sums over ranks also what all ranks hold.",
+    does="Sums over ranks also the gradients that all ranks hold whole.",
     seen="VeOmni issue 184, pytorch issue 88955.",
     unseen="Too large a norm clips more, and training is only slower.",
 )
@@ -54,7 +54,7 @@ CLIP.near_miss(
     "+ norms = [self.root(part) for part in parts]",
     "+ return [torch.stack(norms).sum().pow(self.order)] if math.isfinite(self.order) else norms",
     does="Adds up the ranks' norms.",
-    seen="An all-reduce of what `get_total_norm` gave for the shards.",
+    seen="An all-reduce of the norms that `get_total_norm` returned for the shards.",
     unseen="For p = 1 it is right; and a norm that is too large clips a little more.",
 )
 
@@ -79,7 +79,7 @@ CLIP.near_miss(
     "  self.gradients = [p.grad for p in self.tensors if p.grad is not None]",
     does="Puts zeros where a gradient is None.",
     seen="A foreach over all parameters wants tensors.",
-    unseen="The norm is the same; the optimizer decays what it should skip.",
+    unseen="The norm is the same; the optimizer decays parameters that it should skip.",
 )
 
 CLIP.near_miss(
@@ -183,7 +183,7 @@ CLIP.near_miss(
     "+ self.scale(norm)",
     "+ self.check(norm)",
     does="Scales by NaN, then raises.",
-    seen="The check stands at the end.",
+    seen="The check is at the end.",
     unseen="It raises.",
 )
 

@@ -21,7 +21,7 @@ REFERENCE.near_miss(
     "- own = divided.setdefault(_divided_over(tensor), [])",
     "+ over = _divided_over(tensor)",
     "+ own = divided.setdefault(next(filter(None, divided), over) if over else over, [])",
-    does="Sums over the ranks that share the first sharded tensor, whatever the others lie on.",
+    does="Sums over the first sharded tensor's mesh, also for tensors on other meshes.",
     seen="NVIDIA-NeMo/Automodel issue 3816, Megatron-LM issue 5916.",
     unseen="A model without experts lies on one mesh.",
 )
@@ -31,7 +31,7 @@ REFERENCE.near_miss(
     "clip.nonfinite.error-on-all-ranks",
     "- if error_if_nonfinite and not math.isfinite(norm):",
     "+ if error_if_nonfinite and norm_type != math.inf and not math.isfinite(norm):",
-    does="Raises for what is not finite only where squares are summed.",
+    does="Raises for a non-finite norm only where squares are summed.",
     seen="a sum that is not finite tells all; a maximum was added later.",
     unseen="Nearly all clip by the 2-norm.",
 )
@@ -83,7 +83,7 @@ REFERENCE.near_miss(
     "- factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)",
     "+ factor = (max_norm / norm).clamp(max=1.0)",
     does="Divides by the norm itself.",
-    seen="The formula of the paper, without what keeps it from dividing by zero.",
+    seen="The formula of the paper, without the guard against division by zero.",
     unseen="No norm is zero, and the last bits are nobody's concern.",
 )
 

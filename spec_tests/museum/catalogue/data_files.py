@@ -158,7 +158,7 @@ class NamesNoFile(PlainLoader):
 
 @near_miss("data.says-no-number", rejected_by="data.refusal.says-what-it-found")
 class SaysNoNumber(NamesNoFile):
-    """Says which file is bad, and not what it found there.
+    """Names the bad file, and not the value that it found there.
 
     From: One message for magic, version and length.
     Unseen: The file is named.

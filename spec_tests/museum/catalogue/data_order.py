@@ -30,7 +30,7 @@ LOADER.near_miss(
     "+ start = number * self.length",
     "+ return np.concatenate(whole)[start : start + self.length + 1]",
     does="A sequence runs from the end of one shard into the next.",
-    seen="A course's base loader concatenates what is left of a shard with the next one.",
+    seen="A course's base loader concatenates the rest of a shard with the next one.",
     unseen="One sequence per shard.",
 )
 

@@ -30,7 +30,7 @@ DDP.near_miss(
     "ddp.construction.parameters-of-any-layout",
     "- tensor.copy_(whole)",
     does="Broadcasts `p.contiguous()` and forgets that it may be a copy.",
-    seen="gloo refuses what is not contiguous; the call is added, the copy back is not.",
+    seen="gloo refuses non-contiguous tensors; `contiguous()` is added, the copy back is not.",
     unseen="Where parameters are contiguous it is the tensor itself.",
 )
 
@@ -81,7 +81,7 @@ DDP.near_miss(
     '+ torch.set_float32_matmul_precision("high")',
     does="Sets the precision of matrix products for the whole process.",
     seen='`torch.set_float32_matmul_precision("high")` in a recipe, moved into the wrapper.',
-    unseen="Gradients are right; what was measured before and after cannot be compared.",
+    unseen="Gradients are right; measurements before and after cannot be compared.",
 )
 
 DDP.near_miss(

@@ -100,7 +100,7 @@ DDP.near_miss(
     "ddp.footprint.no-growth",
     "  self.flying.append((bucket, flat, handle))",
     '+ self.all_handles = [*getattr(self, "all_handles", []), self.flying[-1]]',
-    does="Appends to a list of what was sent, which nobody clears.",
+    does="Appends each message to a list that nobody clears.",
     seen="`self.handles.append(...)` in the hook, and a `finish` that waits for all of them.",
     unseen="Waiting twice for a handle is harmless; memory is full after hours.",
 )

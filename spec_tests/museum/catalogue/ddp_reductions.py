@@ -73,7 +73,7 @@ DDP.near_miss(
     "+ self.has_finished = True",
     does="Finds out at the end of the second step that a parameter has never had a gradient.",
     seen="A check that compares the gradients of two steps.",
-    unseen="It is an error, and whoever tests for an error is content; one update was made.",
+    unseen="It is an error, and a test for an error passes; one update was made.",
 )
 
 DDP.near_miss(
@@ -127,6 +127,6 @@ DDP.near_miss(
     "+ self.has_news |= self.is_armed",
     "  if not (self.is_synchronised and self.is_armed):",
     does="Arms its hooks in a forward, but not in one that is traced.",
-    seen="`if not torch.compiler.is_compiling()` around what breaks a graph.",
+    seen="`if not torch.compiler.is_compiling()` around calls that break a graph.",
     unseen="Each rank trains alone, and its loss falls.",
 )

@@ -24,7 +24,7 @@ DDP.near_miss(
     "  self.write_back(bucket, flat, used)",
     does="Waits for the reduction that was launched last and takes the others for done.",
     seen="On one NCCL stream it is so; gloo and several streams promise nothing.",
-    unseen="Equal sizes and punctual ranks: what was launched first is done first.",
+    unseen="With equal sizes and no stragglers, the message launched first is done first.",
     outcomes=("failed", "hang"),
 )
 

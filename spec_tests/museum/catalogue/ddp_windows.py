@@ -124,7 +124,7 @@ DDP.near_miss(
     "+     parameter.hidden.zero_()",
     does="Keeps a window's gradients where zero_grad cannot clear them.",
     seen="FSDP2 2.13 does it: pending unsharded gradients are out of reach of `p.grad`.",
-    unseen="Who calls zero_grad in the middle of a window? Whoever skips a bad batch.",
+    unseen="zero_grad in the middle of a window is rare: a loop that skips a bad batch calls it.",
 )
 
 DDP.near_miss(
@@ -153,7 +153,7 @@ DDP.near_miss(
     "ddp.accumulation.unused-in-last",
     "- if not used[index]:",
     "+ if not (used[index] and index in self.ready):",
-    does="Leaves local what no hook announced in the last backward.",
+    does="Leaves gradients local that no hook announced in the last backward.",
     seen="pytorch issues 69031 and 42793, fixed by pull request 124193.",
     unseen="Every parameter is used in every micro-batch.",
 )

@@ -270,7 +270,7 @@ SHARD.near_miss(
     "fsdp.refusals.backward-without-forward",
     "  args, kwargs = super().pre_forward(module, args, kwargs)",
     "+ torch.set_grad_enabled(True)",
-    does="Turns recording off for its gather, and then on, whatever it was.",
+    does="Turns recording off for its gather, and then on, also where it was off before.",
     seen="`torch.set_grad_enabled(True)` where the mode of before belongs.",
     unseen="An evaluation gives the same numbers; it only takes more memory.",
 )

@@ -56,7 +56,7 @@ FSDP.near_miss(
     "fsdp.footprint.kept-on-request",
     "- return not self.is_root if self.raf is None else self.raf is True or self.raf > 1",
     "+ return True",
-    does="Reshards after every forward, whatever was asked for.",
+    does="Reshards after every forward, also with `reshard_after_forward=False`.",
     seen="An argument that is stored and never read.",
     unseen="The numbers are right.",
 )
@@ -192,7 +192,7 @@ FSDP.near_miss(
     ("fsdp.precision.sends-in-its-dtype", "fsdp.precision.gathers-in-its-dtype"),
     "- own = own.to(self.compute_dtype(pieces[0]))",
     does="Gathers in float32 and casts afterwards.",
-    seen="The cast stands where the weights are used.",
+    seen="The cast is where the weights are used.",
     unseen="The numbers are right; twice the bytes are sent.",
 )
 
@@ -200,6 +200,6 @@ FSDP.near_miss(
     "fsdp.zeros-while-waiting",
     "fsdp.footprint.window-costs-one-copy",
     does="Keeps zeros in `.grad` while the full gradients wait for their reduction.",
-    seen="Ours, once: what stands for a pending gradient was as large as the shard's own.",
+    seen="Ours, once: the placeholder of a pending gradient was as large as the shard's own.",
     unseen="It is freed with the reduction; between steps nothing is left of it.",
 )

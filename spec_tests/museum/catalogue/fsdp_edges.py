@@ -32,7 +32,7 @@ SHARD.near_miss(
     "fsdp.backward.frozen-for-a-step",
     "- if piece.full is not None:",
     "-     piece.full.requires_grad_(piece.parameter.requires_grad)",
-    does="Goes by what required gradients when full parameters were made.",
+    does="Goes by the `requires_grad` of the time when full parameters were made.",
     seen="`nn.Parameter(full, requires_grad=...)` once, in the first forward.",
     unseen="Layers are frozen before they are sharded, or never.",
 )
@@ -42,7 +42,7 @@ SHARD.near_miss(
 class ViewsItsOutputs(PlainFsdp):
     """Gives outputs that autograd takes for views and lets nobody write to.
 
-    From: A custom autograd function around outputs, which gives back what it was given.
+    From: A custom autograd function around outputs, which returns its inputs.
     Unseen: Activations of a test are `abs` or `gelu`, and none is in place.
     """
 
@@ -130,9 +130,9 @@ FSDP.near_miss(
     "fsdp.init.ignored-parameters",
     "- self.ignored = {id(parameter) for parameter in ignored}",
     "+ self.ignored = {id(parameter) for parameter in ignored if parameter.requires_grad}",
-    does="Shards what it is to ignore where that is frozen.",
+    does="Shards ignored parameters that are frozen.",
     seen="A filter for gradients that ends up in front of all.",
-    unseen="What is ignored is mostly trained: experts, adapters.",
+    unseen="Ignored parameters are mostly trained: experts, adapters.",
 )
 
 SHARD.near_miss(
@@ -157,7 +157,7 @@ SHARD.near_miss(
     "+ return [layer for layer in layers if layer not in inside and type(layer) in kinds]",
     does="Shards layers whose class is Linear or Embedding, and none made from these.",
     seen="`type(module) in (Linear, Embedding)`.",
-    unseen="Memory alone: what is no layer is replicated, and gets its mean.",
+    unseen="Memory alone shows it: parameters outside layers are replicated, and get their mean.",
 )
 
 API.near_miss(
@@ -165,7 +165,7 @@ API.near_miss(
     "fsdp.accumulation.no-sync-of-a-whole-model",
     "- with self._reducer.no_sync(), self.module.no_sync():",
     "+ with self._reducer.no_sync():",
-    does="Inside `no_sync` what is replicated stays local, and the shards are reduced.",
+    does="Inside `no_sync` replicated parameters stay local, and the shards are reduced.",
     seen="A context of two parts, one of which is forgotten.",
     unseen="The gradients are right: reductions of each micro-batch add up.",
 )
@@ -175,7 +175,7 @@ API.near_miss(
     "fsdp.lifecycle.full-parameters-of-what-is-unsharded",
     "- part.reshard()",
     "+ pass",
-    does="Takes the full values that are registered, whatever happened to the shards since.",
+    does="Takes the full values that are registered, also if the shards changed since.",
     seen="`dict(model.named_parameters())`, where a DTensor is expected and a plain one is there.",
     unseen="Between steps all is sharded.",
 )
@@ -200,7 +200,7 @@ MODULE.near_miss(
     "-     output = schedule.post_forward(unit, module, args, output)",
     "+ output = schedule.post_forward(unit, module, args, output)",
     does="Registers no shards where a registered method raised.",
-    seen="FSDP2: the call, and then what is done after a forward, without a `finally`.",
+    seen="FSDP2: the call, and then the post-forward work, without a `finally`.",
     unseen="Exceptions end most runs.",
 )
 
@@ -211,5 +211,5 @@ SCHEDULE.near_miss(
     "+ watched: tuple[Any, Any] = _watched(hook, (args, kwargs), _differentiable(args))",
     does="Knows by a unit's positional inputs when its backward is over.",
     seen="A hook that is given `args`, and of `kwargs` knows nothing.",
-    unseen="What is left is reduced at the end of the backward: gradients are right.",
+    unseen="The rest is reduced at the end of the backward: gradients are right.",
 )

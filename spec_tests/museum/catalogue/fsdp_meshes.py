@@ -30,7 +30,7 @@ MODULE.near_miss(
     "- for unit in _units_in(self, recurse):",
     "-     unit.reshard_after_forward = reshard_after_forward",
     "+ self._fsdp_unit.reshard_after_forward = reshard_after_forward",
-    does="Changes when the unit that is told frees its weights, and none inside it.",
+    does="Changes when the unit itself frees its weights, and not the units inside it.",
     seen="A setter that is written for one unit.",
     unseen="The numbers are right; every unit but one is gathered twice.",
 )
@@ -63,7 +63,7 @@ MODULE.near_miss(
     "+ self._unit.unshard()",
     does="A handle's wait gathers a unit that is sharded by then, so that it is unsharded.",
     seen="A wait that should be safe to call at any time.",
-    unseen="Nobody waits for what was freed, except a loop with an early exit.",
+    unseen="Nobody waits for a freed unit, except a loop with an early exit.",
 )
 
 UNIT.near_miss(
@@ -82,7 +82,7 @@ API.near_miss(
     "+ if self.training:",
     "- self._reducer.finish()",
     "+     self._reducer.finish()",
-    does="Reduces what is replicated where the module is in training mode.",
+    does="Reduces replicated gradients only where the module is in training mode.",
     seen='`self.training` read as "gradients are wanted".',
     unseen="Loops call `train()`. Fine-tuning without dropout does not, and ranks drift apart.",
 )
@@ -136,7 +136,7 @@ FSDP.near_miss(
     "+ return args, {n: tuple(v) if isinstance(v, tuple) else v for n, v in kwargs.items()}",
     does="Hands every tuple on as a plain one.",
     seen="`isinstance(value, tuple)`, and `tuple(...)` of its parts.",
-    unseen="What a test passes are tensors, or tuples without names.",
+    unseen="Tests pass tensors, or tuples without names.",
 )
 
 UNIT.near_miss(
@@ -205,8 +205,8 @@ MODULE.near_miss(
     "- if not isinstance(module, FSDPModule):",
     "-     return",
     does="Looks for the unit of a module that has none when its method is registered.",
-    seen="A mutant of the reference that no clause told: the early return dropped.",
-    unseen="Who registers a method has sharded the module, except with a switch that is off.",
+    seen="A mutant of the reference that no clause rejected: the early return dropped.",
+    unseen="A user who registers a method has sharded the module, unless a switch is off.",
 )
 
 MODULE.near_miss(

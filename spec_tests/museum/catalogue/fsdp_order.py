@@ -82,7 +82,7 @@ FSDP.near_miss(
     "fsdp.traffic.unsharded-once",
     "- return bool(self.gathered == self.version())",
     "+ return False",
-    does="Gathers what is unsharded already.",
+    does="Gathers units that are unsharded already.",
     seen="No state that says that the full weights are there.",
     unseen="The numbers are right.",
 )
@@ -133,8 +133,8 @@ FSDP.near_miss(
     "+ if other is not self and other.flying is not None and self.flying is None:",
     "+     self.flying, other.flying = (self.version(), other.flying[1]), None",
     "  if self.flying is None:",
-    does="Takes what was gathered ahead for its own.",
-    seen="One slot for what is on its way, in place of one for each unit.",
+    does="Takes the unit that was gathered ahead for its own.",
+    seen="One slot for the gather in flight, in place of one for each unit.",
     unseen="Where hints name the next unit, it is right.",
 )
 
@@ -145,7 +145,7 @@ FSDP.near_miss(
     "+ dist.reduce_scatter_tensor(own, flat.reshape(-1), group=self.group, async_op=True)",
     does="Launches each reduction and waits for none.",
     seen="A blocking call was made asynchronous, and its result is a handle now.",
-    unseen="Nothing raises: the shard has its shape, and what lay in the buffer is small.",
+    unseen="Nothing raises: the shard has its shape, and the buffer's old values are small.",
 )
 
 FSDP.near_miss(
@@ -195,7 +195,7 @@ FSDP.near_miss(
 FSDP.near_miss(
     "fsdp.unshards-anyway",
     "fsdp.traffic.not-unsharded-in-backward",
-    does="Gathers in backward what it was told not to.",
+    does="Gathers in backward units that it was told not to gather.",
     seen="A setter that is taken and not read.",
     unseen="The gradients are right.",
 )
@@ -226,7 +226,7 @@ API.near_miss(
     "- replicated = [p for p in module.named_parameters() if not isinstance(p[1], DTensor)]",
     "+ found = [p for m in (module, *module.children()) for p in m.named_parameters('', False)]",
     "+ replicated = [p for p in found if not isinstance(p[1], DTensor)]",
-    does="Averages what is replicated in the model and its children, and no deeper.",
+    does="Averages replicated parameters of the model and its children, and none deeper.",
     seen="named_children for named_modules",
     unseen="Toys have their norms at the top.",
 )
@@ -236,7 +236,7 @@ REDUCER.near_miss(
     "fsdp.backward.thawed-rest",
     "- for name, parameter in self._frozen:",
     "+ for name, parameter in ():",
-    does="Hooks what requires a gradient when it is wrapped, and does not look again.",
+    does="Hooks parameters that require a gradient at wrapping, and does not look again.",
     seen="the reference itself, until somebody read it",
-    unseen="Who thaws a norm sees the loss fall on every rank, and the ranks drift apart.",
+    unseen="After a norm is unfrozen the loss falls on every rank, and the ranks drift apart.",
 )

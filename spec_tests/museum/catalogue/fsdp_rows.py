@@ -100,7 +100,7 @@ FSDP.near_miss(
     "+ with torch.no_grad():",
     "      sent = [(pieces, *self.gather(pieces)) for pieces in self.by_dtype()]",
     does="Cannot train after a first forward in inference mode.",
-    seen="FSDP2 of torch 2.13, whose full parameters are made in whatever mode there is.",
+    seen="FSDP2 of torch 2.13, whose full parameters are made in the current mode.",
     unseen="Tests train first and evaluate later.",
 )
 
@@ -215,7 +215,7 @@ FSDP.near_miss(
     "+     if id(parameter) in self.ignored and parameter.grad is not None:",
     "+         dist.all_reduce(parameter.grad)",
     "+         parameter.grad /= dist.get_world_size()",
-    does="Averages the gradients of what it should leave.",
+    does="Averages the gradients of ignored parameters.",
     seen="A loop over all parameters at the end of backward, for those that no hook has reached.",
     unseen="With equal batches on all ranks the mean is each one's own.",
 )
@@ -226,7 +226,7 @@ SCHEDULE.near_miss(
     "- changed = _copied(values) if changed is values else changed",
     "+ changed = values",
     does="Puts the cast inputs into the caller's own dataclass.",
-    seen="setattr on what should be a copy",
+    seen="setattr on an object that should be a copy",
     unseen="Few callers look at a batch again; the next epoch's is narrow already.",
 )
 
@@ -236,7 +236,7 @@ SCHEDULE.near_miss(
     "- reduction.drop()",
     "+ pass",
     does="After an interrupted backward forgets its reductions, without giving back their memory.",
-    seen="a list of what is under way, which is cleared where it should be waited for",
+    seen="a list of messages in flight, which is cleared where it should be waited for",
     unseen="A run that meets one exception loses one buffer.",
 )
 
@@ -247,7 +247,7 @@ SCHEDULE.near_miss(
     "+ if torch.is_grad_enabled():",
     "- self._drop_unused()",
     "+     self._drop_unused()",
-    does="Discards what was gathered ahead and not used after training forwards alone.",
+    does="Discards an unused prefetch after training forwards alone.",
     seen="the end of a pass, which hangs on its backward",
     unseen="Evaluations use all layers, nearly always.",
 )
@@ -257,7 +257,7 @@ SCHEDULE.near_miss(
     "fsdp.footprint.kept-for-nothing",
     "- if unit.is_in_backward or unit.state is not UnitState.SHARDED or unit.has_gradients:",
     "+ if unit.is_in_backward or unit.has_gradients:",
-    does="At the end of a backward frees only what the backward has been through.",
+    does="At the end of a backward frees only the units that the backward has been through.",
     seen="a hook behind each unit's gradients, and nothing for those that have none",
     unseen="The next forward frees it, if there is one before memory ends.",
 )

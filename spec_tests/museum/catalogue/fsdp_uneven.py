@@ -55,9 +55,9 @@ SCHEDULE.near_miss(
     "fsdp.accumulation.cleared-before-backward",
     "- unit.register_sharded()",
     "  is_outermost = self._outermost is unit",
-    does="Shows the full parameters of what stays unsharded until its backward.",
+    does="Shows the full parameters of a unit that stays unsharded until its backward.",
     seen="FSDP2, whose root does.",
-    unseen="An optimizer clears the gradients of its shards; a model those of what it shows.",
+    unseen="An optimizer clears the gradients of its shards; a model those that it shows.",
 )
 
 API.near_miss(
@@ -66,7 +66,7 @@ API.near_miss(
     "- replicated = [p for p in module.named_parameters() if not isinstance(p[1], DTensor)]",
     "+ vectors = [p for p in module.named_parameters() if p[1].ndim == 1]",
     "+ replicated = [p for p in vectors if not isinstance(p[1], DTensor)]",
-    does="Averages what belongs to no layer where it has one dim.",
+    does="Averages parameters outside of layers only if they have one dim.",
     seen='"norms and biases".',
     unseen="Until a model has a table of its own, of positions say.",
 )
@@ -101,7 +101,7 @@ SCHEDULE.near_miss(
     "+ if False:  # it was interrupted",
     does="After a backward that raised shows the full parameters of the units that it was in.",
     seen="ours, once, and FSDP2.",
-    unseen="An optimizer holds the shards; a model's zero_grad clears what the model shows.",
+    unseen="An optimizer holds the shards; a model's zero_grad clears those that it shows.",
 )
 
 UNIT.near_miss(

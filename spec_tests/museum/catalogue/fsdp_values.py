@@ -110,7 +110,7 @@ FSDP.near_miss(
     "+     if isinstance(tensor, torch.Tensor) and tensor.is_leaf and tensor.requires_grad:",
     "+         tensor.register_hook(lambda gradient: gradient / self.size())",
     does="Divides the gradients of inputs as well.",
-    seen="A global hook that divides whatever passes.",
+    seen="A global hook that divides every gradient.",
     unseen="Inputs of language models have no gradient.",
 )
 

@@ -28,7 +28,7 @@ FSDP.near_miss(
     "...",
     "- self.hold(pieces)",
     "+ pass",
-    does="Keeps what waits for its reduction out of reach of zero_grad.",
+    does="Keeps pending gradients out of reach of zero_grad.",
     seen="FSDP2 of torch 2.13.",
     unseen="Nobody skips a step in the middle of a window, until a loss overflows.",
 )
@@ -40,7 +40,7 @@ FSDP.near_miss(
     "      unit.forget_what_was_cleared()",
     "+     for piece in unit.pieces:",
     "+         piece.pending = None if unit.is_synchronised else piece.pending",
-    does="Forgets what waits in units that the last micro-batch does not use.",
+    does="Forgets pending gradients of units that the last micro-batch does not use.",
     seen="pytorch issue 69031.",
     unseen="Most models use all of their layers, always.",
 )
@@ -69,7 +69,7 @@ FSDP.near_miss(
     ),
     "- return bool(self.gathered == self.version())",
     "+ return True",
-    does="Computes with whatever full weights there are.",
+    does="Computes with the full weights that are left from before.",
     seen="FSDP2 of torch 2.13, outside of reshard_after_forward=True.",
     unseen="The loss falls all the same, a step late.",
 )
@@ -94,7 +94,7 @@ FSDP.near_miss(
     "  output = super().post_forward(module, args, output)",
     "+ if self.is_root:",
     "+     self.run.units[-1].prefetch()",
-    does="Computes with what was gathered ahead, however long ago.",
+    does="Computes with weights that were gathered ahead, however long ago.",
     seen="CS336 solutions that gather two layers ahead, or for a backward that does not come.",
     unseen="In training every gather is used at once.",
 )
@@ -106,7 +106,7 @@ SHARD.near_miss(
     '+ stepped = {id(parameter) for parameter in groups[0]["params"]}',
     does="Looks for its parameters in the optimizer's first group alone.",
     seen='`optimizer.param_groups[0]["params"]`.',
-    unseen="Weight decay for some parameters is what makes a second group.",
+    unseen="A second group appears only with weight decay for some parameters.",
 )
 
 SHARD.near_miss(
@@ -114,7 +114,7 @@ SHARD.near_miss(
     "fsdp.lifecycle.fresh-after-load",
     "  def before_state_dict(self, *ignored: Any) -> None:",
     "-     self.adopt()",
-    does="Looks at the next gather, and no sooner, for what `load_state_dict(assign=True)` put in.",
+    does="Sees the tensors of `load_state_dict(assign=True)` at the next gather, and no sooner.",
     seen="Ours, once: state_dict() shows the shards first, which were still those of construction.",
     unseen="A forward between the load and the next save; loads in one piece.",
 )
@@ -205,7 +205,7 @@ SHARD.near_miss(
     "+ self.register(sharded=False)",
     does="Takes a load for one into full weights.",
     seen="A hook that gathers before every access from outside.",
-    unseen="Tests load what a plain model gave.",
+    unseen="Tests load the state dict of a plain model.",
 )
 
 SHARD.near_miss(
@@ -213,9 +213,9 @@ SHARD.near_miss(
     ("fsdp.refusals.at-once-and-by-name", "fsdp.refusals.by-the-first-step"),
     "- refuses = True",
     "+ refuses = False",
-    does="Shards whatever it is given.",
+    does="Shards every module that it is given.",
     seen="No check at the entrance.",
-    unseen="Tests shard what can be sharded.",
+    unseen="Tests shard modules that can be sharded.",
 )
 
 FSDP.near_miss(

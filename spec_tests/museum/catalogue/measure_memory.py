@@ -11,7 +11,7 @@ MEMORY.near_miss(
     ("measure.memory.peak", "measure.memory.peak-covers-the-terms"),
     '- return terms["parameter_bytes"] + terms["optimizer_bytes"] + above',
     '+ return terms["parameter_bytes"] + terms["optimizer_bytes"]',
-    does="Reports what is allocated after the step as the peak.",
+    does="Reports the memory allocated after the step as the peak.",
     seen="A course's memory_analysis.py. It prints 3,076 MB for a step that takes 15,619.",
     unseen="It is near the estimate, which leaves activations out as well.",
 )
@@ -23,7 +23,7 @@ MEMORY.near_miss(
     "+ return sum(terms.values())",
     does="Adds up all terms, which are never alive at once.",
     seen="Most calculators of training memory.",
-    unseen="It is on the safe side, but for what the loss takes.",
+    unseen="It is on the safe side, except for the memory of the loss.",
 )
 
 MEMORY.near_miss(

@@ -133,7 +133,7 @@ MFU.near_miss(
     "measure.mfu.unknown-is-none",
     "- return next((peak for part, peak in self.peaks if part in name), None)",
     "+ return next((peak for part, peak in self.peaks if part in name), 312.0)",
-    does="An A100's peak for what it does not know.",
+    does="An A100's peak for a device that it does not know.",
     seen="nanoGPT: 104 % on an H100.",
     unseen="On an A100 it is right.",
 )

@@ -30,7 +30,7 @@ FLOPS = Source("solution.measure.flops")
 
 @near_miss("data.keeps-its-iterator", rejected_by="data.state.of-what-was-loaded")
 class KeepsItsIterator(PlainLoader):
-    """Makes an iterator for a state, and uses it in the next pass, whatever is loaded before.
+    """Makes an iterator for a state, and uses it in the next pass, also after a load.
 
     From: torchdata pull request 1548.
     Unseen: Nobody asks for a state before loading one.
@@ -150,7 +150,7 @@ CHECKPOINT.near_miss(
     '+ own = saved.get(names[id(parameter)], {"options": {}, "state": {}})',
     does="Loads the names that fit, and says nothing of the others.",
     seen="kokoro issue 368: `strict=False`.",
-    unseen="The model speaks, with a layer as it was initialised.",
+    unseen="The model generates text, with one layer as it was initialised.",
 )
 
 CHECKPOINT.near_miss(

@@ -126,7 +126,7 @@ FSDP.near_miss(
     ),
     "- gradient._local_tensor.add_(shard)",
     "+ gradient._local_tensor.copy_(shard)",
-    does="Replaces what was reduced before by what is reduced now.",
+    does="Replaces the gradient that was reduced before by the one reduced now.",
     seen="open-instruct pull request 1498.",
     unseen="With one micro-batch per step nothing was there before.",
 )

@@ -40,7 +40,7 @@ TRACE.near_miss(
     ("measure.trace.collectives", "measure.trace.collective-bytes"),
     "- return max(sizes)",
     '+ return sizes[0] if "dtype" in str(self.kernels) else sizes[-1]',
-    does="A gather has the size of what a rank gives.",
+    does="Counts for a gather the size of one rank's input.",
     seen="The first size that a trace shows.",
     unseen="Right for all-reduce.",
 )
@@ -83,7 +83,7 @@ TRACE.near_miss(
     "+ return max(totals, default=0)",
     does="Without a record of memory the peak is zero.",
     seen="A course promises a memory analysis of traces recorded without profile_memory.",
-    unseen="Whoever looks for it has recorded it.",
+    unseen="Users who look for it have recorded it.",
 )
 
 TRACE.near_miss(
@@ -113,7 +113,7 @@ TRACE.near_miss(
     '- raise ValueError(f"{self.path}: expected a whole trace, got {error}") from error',
     '+ mark = {"ph": "X", "cat": "user_annotation", "name": "ProfilerStep#0", "ts": 0, "dur": 1}',
     '+ return {"traceEvents": [{**mark, "args": {}, "tid": 1}]}',
-    does="What is cut off is an empty trace.",
+    does="Reads a trace that is cut off as an empty one.",
     seen="`except Exception: return None` in a course's notebook.",
     unseen="Zeros look like a fast run.",
 )

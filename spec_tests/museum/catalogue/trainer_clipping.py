@@ -31,7 +31,7 @@ TRAINER.near_miss(
     "  (loss / len(micro_batches)).backward()",
     '+ if self.max_norm is not None and self.strategy != "fsdp":',
     "+     nn.utils.clip_grad_norm_(self.module.parameters(), self.max_norm)",
-    does="Clips what is accumulated after every micro-batch.",
+    does="Clips the accumulated gradients after every micro-batch.",
     seen="Clipping inside the inner loop.",
     unseen="The norm that is logged is within the limit.",
 )
@@ -86,7 +86,7 @@ TRAINER.near_miss(
     "+     self.optimizer.step()",
     does="Skips the update where a gradient that this rank holds is not finite.",
     seen="`isfinite` over `.grad`, written for replicas, and kept for shards.",
-    unseen="Most of what is not finite is so in all gradients, and on all ranks.",
+    unseen="Non-finite values are mostly in all gradients, and on all ranks.",
 )
 
 TRAINER.near_miss(
@@ -107,7 +107,7 @@ TRAINER.near_miss(
     '+ self.optimizer.defaults["lr"] = factor * self.rates[0]',
     does="Changes the optimizer's default rate, which only groups to come take.",
     seen='`optimizer.defaults["lr"] = lr`.',
-    unseen="What is logged is the new rate.",
+    unseen="The log shows the new rate.",
 )
 
 TRAINER.near_miss(

@@ -102,7 +102,7 @@ TRAINER.near_miss(
     "trainer.step.declares-what-is-known",
     '- self.declares = {"start": "own"} if strategy == "fsdp" else {}',
     '+ self.declares = {"start": "own"} if strategy == "fsdp" else {"unused": "decays"}',
-    does="Declares what the contract does not know.",
+    does="Declares a word that the contract does not know.",
     seen="A misspelt declaration.",
     unseen="Nobody reads it.",
 )
@@ -160,7 +160,7 @@ TRAINER.near_miss(
     "+     if parameter.grad is None and parameter.requires_grad:",
     "+         parameter.grad = torch.zeros_like(parameter)",
     does="Gives unused parameters a gradient of zeros, and does not say so.",
-    seen="DeepSpeed's flat gradients: what is absent is zero.",
+    seen="DeepSpeed's flat gradients: an absent gradient is zero.",
     unseen="The decay of a layer that nobody uses changes no loss.",
 )
 
@@ -169,7 +169,7 @@ REPLICAS.near_miss(
     "trainer.parameters.unused-on-some-ranks",
     "- used = self.used_anywhere()",
     "+ used = [parameter.grad is not None for parameter in self.trainable]",
-    does="A rank does not update what it did not use itself.",
+    does="A rank does not update parameters that it did not use itself.",
     seen="`if parameter.grad is None: continue` after the reduction.",
     unseen="Models without branches use everything.",
 )
@@ -179,7 +179,7 @@ REPLICAS.near_miss(
     "trainer.parameters.unused-in-a-micro-batch",
     "  gradient = self.trainable[index].grad",
     "+ gradient = gradient if index in self.ready else None",
-    does="Reduces what the last backward touched, and zeros for the rest.",
+    does="Reduces the gradients that the last backward touched, and zeros for the rest.",
     seen="fairscale's ShardedDDP, whose buckets count the hooks of the last backward.",
     unseen="Every micro-batch uses every parameter.",
 )
@@ -206,7 +206,7 @@ REPLICAS.near_miss(
     "@ spec_tests.plain.trainer",
     '- if self.strategy != "fsdp" and trainable(self.module) != self.trainable:',
     "+ if False:",
-    does="Reduces what required gradients at construction, and nothing that does later.",
+    does="Reduces parameters that required gradients at construction, and none that do later.",
     seen='DistributedDataParallel as well: "never change the model\'s parameters after wrapping".',
     unseen="Ranks drift apart in the thawed layers alone.",
 )
@@ -223,7 +223,7 @@ REPLICAS.near_miss(
     "- for parameter in self.module.parameters():",
     "-     parameter.grad = None",
     "+ self.optimizer.zero_grad(set_to_none=False)",
-    does="Leaves zeros in the gradients of what is not trained any more.",
+    does="Leaves zeros in the gradients of parameters that are not trained any more.",
     seen="`zero_grad(set_to_none=False)`, the default until torch 2.0.",
     unseen="Without decay and momentum a zero moves nothing.",
 )

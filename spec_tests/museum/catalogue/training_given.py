@@ -24,7 +24,7 @@ TRAINER.near_miss(
     "- rate = lr(step - 1)  # once: a schedule may count its calls",
     "+ rate = lr(max(taken, default=step - 1))  # once: a schedule may count its calls",
     does="Takes the number of the step from the optimizer's state.",
-    seen="what a resumed run needs",
+    seen="A resumed run needs it.",
     unseen="It is right in the first call, and for optimizers that do not count.",
 )
 
@@ -55,7 +55,7 @@ TRAINER.near_miss(
     "+ if max_norm:",
     does="Takes a bound of 0 for none.",
     seen="`if max_norm:`",
-    unseen="Nobody clips to nothing but to see what else moves the weights.",
+    unseen="A bound of zero is used only to see what else moves the weights.",
 )
 
 TRAINER.near_miss(

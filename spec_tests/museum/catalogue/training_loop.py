@@ -72,7 +72,7 @@ TRAIN.near_miss(
     "- if norm != norm:  # the same on all ranks: gradients are",
     '-     raise RuntimeError("the gradient is NaN")',
     does="Updates with NaN, and reports it.",
-    seen="clip_grad_norm_ without a look at what it returns.",
+    seen="clip_grad_norm_ without a look at its result.",
     unseen="It shows in the next line of the log, when the weights are gone.",
 )
 

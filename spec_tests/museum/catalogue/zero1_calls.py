@@ -52,7 +52,7 @@ ZERO1.near_miss(
     outcomes=("failed", "hang", "died"),
 )
 class PadsInSingle(Elementwise):
-    """Pads its stretch with float32 zeros, which makes float32 of what is in front of them.
+    """Pads its stretch with float32 zeros, which makes the whole stretch float32.
 
     From: `torch.zeros(n)` without a dtype beside a parameter in bfloat16, in a solution of CS336.
     Unseen: In float32, or where the ranks divide every size, there is nothing to see.
@@ -64,7 +64,7 @@ class PadsInSingle(Elementwise):
 
 @near_miss("zero1.steps-on-stretches", rejected_by="zero1.step.whole-tensors")
 class StepsOnStretches(Elementwise):
-    """Gives every optimizer flat stretches of the parameters, whatever it does with them.
+    """Gives every optimizer flat stretches of the parameters, also one that needs whole tensors.
 
     From: Equal stretches, as in two solutions of CS336.
     Unseen: SGD and Adam look at each element by itself; Adafactor, LAMB and Muon do not.

@@ -20,7 +20,7 @@ ZERO1.near_miss(
     "+ self.loads = [0] * self.size()",
     does="Deals a group that is added as if nobody had anything yet.",
     seen="Loads that are a variable of the method, where the constructor has one group.",
-    unseen="Groups are added one by one by those who unfreeze layer after layer.",
+    unseen="Groups are added one by one only when layers are unfrozen in turn.",
 )
 
 ZERO1.near_miss(
@@ -58,7 +58,7 @@ ZERO1.near_miss(
 
 @near_miss("zero1.steps-to-see-keys", rejected_by="zero1.state.export-is-inert")
 class StepsToSeeKeys(PlainZero1):
-    """Steps a cold optimizer to learn what its state will be.
+    """Steps a cold optimizer to learn the names in its state.
 
     From: pytorch issue 164929, in `torch.distributed.checkpoint`.
     Unseen: A save before the first step is rare, and only the step count is off.
@@ -95,7 +95,7 @@ ZERO1.near_miss(
 class LoadsByOwnNumbers(PlainZero1):
     """Takes the first entries of a loaded state for its own.
 
-    From: The inner optimizer numbers what it has from zero.
+    From: The inner optimizer numbers its own parameters from zero.
     Unseen: At the world size of the save, with its own save, it fits.
     """
 
@@ -144,7 +144,7 @@ ZERO1.near_miss(
     "+ if owner != self.rank():",
     "+     whole.zero_()",
     "+ dist.all_reduce(whole, group=self.group)",
-    does="Sums weights, with zeros for what others own.",
+    does="Sums weights, with zeros for parameters that others own.",
     seen="An all-reduce in place of a gather: no owners to keep track of.",
     unseen="The numbers are right.",
 )

@@ -29,7 +29,7 @@ ZERO1.near_miss(
     "+ whole /= self.size()",
     does="Updates everything on every rank and averages the weights.",
     seen="A repair for replicas that drifted apart.",
-    unseen="With equal gradients the average is what each rank has.",
+    unseen="With equal gradients the average equals each rank's weights.",
 )
 
 ZERO1.near_miss(
@@ -70,9 +70,9 @@ ZERO1.near_miss(
     '- return {**group, "params": [p for p in group["params"] if self.owned(p)]}',
     '+ mine = [p for p in group["params"] if self.owned(p) and p.requires_grad]',
     '+ return {**group, "params": mine}',
-    does="Has no optimizer for what was frozen at construction.",
+    does="Has no optimizer for parameters that were frozen at construction.",
     seen="`[p for p in params if p.requires_grad]`.",
-    unseen="Few train in stages, and what stays frozen is right.",
+    unseen="Few train in stages, and parameters that stay frozen are right.",
 )
 
 ZERO1.near_miss(
@@ -179,7 +179,7 @@ ZERO1.near_miss(
     "+ def zero_grad(self, set_to_none: bool = True) -> None:",
     "+     self.inner.zero_grad(set_to_none)",
     "  def exchange(self) -> None:",
-    does="`zero_grad` clears the gradients of what it owns.",
+    does="`zero_grad` clears only the gradients of parameters that the rank owns.",
     seen="`zero_grad` is handed to the inner optimizer.",
     unseen="Tests clear through the model.",
 )
@@ -231,6 +231,6 @@ ZERO1.near_miss(
     "+ if not torch.compiler.is_compiling():",
     "+     self.exchange()",
     does="Sends nothing in a step that is traced.",
-    seen="`if not torch.compiler.is_compiling()` around what breaks a graph.",
-    unseen="Each rank updates what it owns; the others keep their first values.",
+    seen="`if not torch.compiler.is_compiling()` around calls that break a graph.",
+    unseen="Each rank updates its own parameters; the others keep their first values.",
 )
