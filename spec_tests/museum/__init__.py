@@ -74,13 +74,18 @@ def find(words: str) -> Impostor:
     return known[words]
 
 
+def near_misses() -> list[Impostor]:
+    """Return all near-misses: neither benign variants nor the controls."""
+    found = CATALOGUE.values()
+    return [each for each in found if not each.is_benign and each is not FORCED_FAILURE]
+
+
 def rejected_by() -> dict[str, Sequence[str]]:
     """Clause id to the ids of the impostors that name it."""
     table: dict[str, list[str]] = {}
-    for impostor in CATALOGUE.values():
-        if impostor is not FORCED_FAILURE:
-            for clause in impostor.rejected_by:
-                table.setdefault(clause, []).append(impostor.id)
+    for impostor in near_misses():
+        for clause in impostor.rejected_by:
+            table.setdefault(clause, []).append(impostor.id)
     return {clause: tuple(ids) for clause, ids in table.items()}
 
 
@@ -97,8 +102,7 @@ def stories() -> dict[str, list[dict[str, str]]]:
 
 def counts() -> tuple[int, int]:
     """How many near-misses there are, and how many benign variants; controls are neither."""
-    benign = sum(impostor.is_benign for impostor in CATALOGUE.values())
-    return len(CATALOGUE) - benign - 1, benign
+    return len(near_misses()), sum(impostor.is_benign for impostor in CATALOGUE.values())
 
 
 def build(words: str, target: Target) -> Any:

@@ -85,6 +85,11 @@ class Impostor:
     alone: bool = False
 
     @property
+    def chapter(self) -> str:
+        """The chapter whose functions it brings."""
+        return self.id.partition(".")[0]
+
+    @property
     def functions(self) -> Callable[[], Functions] | None:
         """Makes the contract functions that replace those of the implementation below."""
         code = self.code

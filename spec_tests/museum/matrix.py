@@ -134,8 +134,7 @@ def unrelated_clauses(impostor: Impostor, limit: int | None = None) -> list[Clau
     plain `ddp` to go with it, of which nobody promised what the chapter on `ddp` asks. A limit
     takes another part for each impostor, so that all of them together see every chapter.
     """
-    chapter = impostor.id.partition(".")[0]
-    related = RELATED.get(chapter, {chapter})
+    related = RELATED.get(impostor.chapter, {impostor.chapter})
     brought = impostor.brings
     found = [c for c in _observable() if c.chapter not in related and not brought & {*c.judges}]
     if limit is None:

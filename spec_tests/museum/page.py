@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from spec_tests.museum import CATALOGUE, FORCED_FAILURE, bugs, rejected_by
+from spec_tests.museum import CATALOGUE, bugs, near_misses, rejected_by
 from spec_tests.museum.card import Impostor
 from spec_tests.rig.clause import Clause
 from spec_tests.rig.ledger import CHAPTERS
@@ -68,17 +68,16 @@ A clause that nothing fails proves nothing. These have no impostor, for these re
 
 def render(clauses: Sequence[Clause]) -> str:
     """The page as Markdown."""
-    cards = [card for card in CATALOGUE.values() if card is not FORCED_FAILURE]
-    near_misses = [card for card in cards if not card.is_benign]
-    benign = [card for card in cards if card.is_benign]
-    real = sum(is_reported(card) for card in near_misses)
+    wrong = near_misses()
+    benign = [card for card in CATALOGUE.values() if card.is_benign]
+    real = sum(is_reported(card) for card in wrong)
     lines = [
         _OPENING,
-        f"{len(near_misses)} near-misses, {real} of them after a public issue or pull request; "
+        f"{len(wrong)} near-misses, {real} of them after a public issue or pull request; "
         f"{len(benign)} right but unusual variants.",
     ]
     for chapter in CHAPTERS:
-        own = [card for card in near_misses if _chapter(card) == chapter]
+        own = [card for card in wrong if card.chapter == chapter]
         lines += ["", f"## {chapter}", ""] if own else []
         for card in own:
             lines += _entry(card)
@@ -112,10 +111,6 @@ def _links(text: str) -> dict[str, str]:
             numbers = re.sub(r"\d+", rf"[\g<0>]({base}/\g<0>)", match["numbers"])
             found[match[0]] = f"{match['name']} {match['kind']} {numbers}"
     return found
-
-
-def _chapter(card: Impostor) -> str:
-    return card.id.partition(".")[0]
 
 
 def _entry(card: Impostor) -> list[str]:

@@ -48,11 +48,6 @@ def panel(chapter: str, brought: set[str]) -> Iterator[tuple[Clause, dict[str, A
                 yield clause, case
 
 
-def chapter_of(impostor: Impostor) -> str:
-    """The chapter that an impostor belongs to, by its id."""
-    return impostor.id.partition(".")[0]
-
-
 def take(impostor: Impostor, worlds: Worlds) -> tuple[Signature, dict[str, float]]:
     """Return the signature, and the seconds that the panel's clauses take on plain code.
 
@@ -64,7 +59,7 @@ def take(impostor: Impostor, worlds: Worlds) -> tuple[Signature, dict[str, float
         if "gloo" in clause.transports:
             _note(found, clause, probe(clause, impostor, worlds).decisive)
     where = Alone(impostor, worlds) if impostor.alone else worlds
-    chapter, brought = chapter_of(impostor), impostor.brings
+    chapter, brought = impostor.chapter, impostor.brings
     usual, usual_s = _of_base(chapter, frozenset(brought))
     left_out = {*found} | {clause for clause, took in usual_s.items() if took > SLOW_S}
     others, _ = _judge(target_of(impostor), where, chapter, brought, left_out)

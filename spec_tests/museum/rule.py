@@ -21,7 +21,7 @@ import argparse
 import inspect
 from collections.abc import Collection, Mapping
 
-from spec_tests.museum import CATALOGUE, FORCED_FAILURE, bugs, page
+from spec_tests.museum import bugs, near_misses, page
 from spec_tests.museum.card import Impostor
 from spec_tests.museum.matrix import by_id
 from spec_tests.rig.report.diagnosis import load
@@ -44,7 +44,7 @@ STAYS = {
 
 def falling(exceptions: Collection[str] = STAYS) -> dict[str, str]:
     """Return the near-misses that fall, each with the one that makes it redundant."""
-    cards = [c for c in CATALOGUE.values() if not c.is_benign and c is not FORCED_FAILURE]
+    cards = near_misses()
     signatures, clauses = load().of, by_id().keys()
     fails = {c.id: clauses & signatures.get(c.id, {}) | {*c.rejected_by} for c in cards}
     public = {c.id for c in cards if page.is_reported(c)}

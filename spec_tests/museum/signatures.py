@@ -34,7 +34,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from spec_tests.museum import CATALOGUE, FORCED_FAILURE
+from spec_tests.museum import CATALOGUE, near_misses
 from spec_tests.museum.crew import Crew, Job
 from spec_tests.museum.matrix import by_id
 from spec_tests.rig.outcomes import Event, Outcome
@@ -64,11 +64,8 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     chosen = [
         card
-        for card in CATALOGUE.values()
-        if not card.is_benign
-        and card is not FORCED_FAILURE
-        and card.is_here
-        and any(fnmatch.fnmatchcase(card.id, glob) for glob in options.only)
+        for card in near_misses()
+        if card.is_here and any(fnmatch.fnmatchcase(card.id, glob) for glob in options.only)
     ]
     kept = load()
     of = {name: found for name, found in kept.of.items() if name in CATALOGUE}

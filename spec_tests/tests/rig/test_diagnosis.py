@@ -17,11 +17,7 @@ from spec_tests.rig.report import diagnosis
 from spec_tests.rig.report.diagnosis import Dictionary, Gain, Signatures, by_gain
 from spec_tests.rig.report.symptom import symptom
 
-NEAR_MISSES = {
-    card.id
-    for card in museum.CATALOGUE.values()
-    if not card.is_benign and card.id[:8] != "control."
-}
+NEAR_MISSES = {card.id for card in museum.near_misses()}
 
 
 @pytest.mark.parametrize(
