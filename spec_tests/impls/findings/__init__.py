@@ -18,6 +18,7 @@ otherwise the link of the deviation says; `environment` is set before a library 
 
 from __future__ import annotations
 
+import difflib
 import re
 import tomllib
 from collections.abc import Mapping
@@ -83,5 +84,8 @@ def named(pattern: str) -> list[Finding]:
     every = [each for path in sorted(FOLDER.glob("*.toml")) for each in of(path.stem)]
     if found := [each for each in every if fnmatch(each.name, pattern)]:
         return found
-    names = "\n".join(f"    {each.name}" for each in every)
-    raise ValueError(f"expected the name of a finding, got {pattern!r}; there are\n{names}")
+    near = difflib.get_close_matches(pattern, [each.name for each in every], 3, cutoff=0.4)
+    raise ValueError(
+        f"expected the name of a finding, got {pattern!r}; near it: "
+        f"{', '.join(near) or 'none'}. To list all: grep -h '^\\[' {FOLDER}/*.toml"
+    )

@@ -5,6 +5,7 @@ Collectives that NCCL takes and gloo refuses are "not here", or done where CUDA 
 
 from __future__ import annotations
 
+import builtins
 import dataclasses
 import shutil
 from pathlib import Path
@@ -91,6 +92,7 @@ HABITS = {
     "asserts without words": "assert all(p.is_cuda for p in module.parameters())",
     "asserts in words": "assert weight.is_cuda, 'expected tensors on a GPU'",
     "refuses": "if not weight.is_cuda: raise ValueError('Linear only support CUDA')",
+    "refuses a type": "if not weight.is_cuda:\n        raise TypeError('expected a CUDA tensor')",
     "device of a tensor": "assert weight.device.type == 'cuda' and weight.get_device() >= 0",
     "moves": "module = module.cuda()",
     "moves by name": "module.to('cuda:0', non_blocking=True)",
@@ -405,6 +407,11 @@ FAULTS = [
         "is only available for these backends: [CPU, CUDA, Meta].",
     ),
     ("ValueError", "expected 2, got 3\nnote: set by cuda.py"),
+    ("KeyError", "'cuda_streams'"),
+    ("IndexError", "no CUDA stream of this number"),
+    ("UnboundLocalError", "cannot access local variable 'gpu' where it is not associated"),
+    ("AttributeError", "'Bucket' object has no attribute 'gpu_buffer'"),
+    ("TypeError", "wrap() got an unexpected keyword argument 'cuda'"),
 ]
 """Errors that would be raised on a device as well."""
 
@@ -414,7 +421,8 @@ FAULTS = [
 )
 def test_a_missing_device_is_told_from_a_fault(kind: str, message: str):
     frames = (Frame("mine.py", 1, "ddp"),)
-    error = RemoteError(kind, (kind, "Exception"), message, frames, "", 0)
+    bases = tuple(base.__name__ for base in getattr(builtins, kind).__mro__)
+    error = RemoteError(kind, bases, message, frames, "", 0)
     assert bool(world._needs_cuda(error)) == ((kind, message) in MISSING)
 
 
