@@ -302,8 +302,8 @@ _NO_CUDA = re.compile(
 )
 
 
-# Kinds of errors that Python raises for a fault of the code, whatever it names: a key, a variable, an
-# attribute, an argument. Of a missing device they speak only where a `raise` says so.
+# Errors that Python raises for a fault of the code, whatever name they hold: of a key, a variable,
+# an attribute, an argument. They report a missing device only where a `raise` made them.
 _OF_PYTHON = ("LookupError", "NameError", "AttributeError", "TypeError", "OSError")
 # What the extension of a torch without CUDA leaves out.
 _LEFT_OUT = re.compile(r"module 'torch\._C' has no attribute '_cuda")

@@ -127,14 +127,10 @@ class EventLog:
         """Append a defect of the run itself (a stale expectation, a crashed worker): status 2."""
         return self._append({"event": "problem", "message": message})
 
-    def finish(self, **more: Any) -> int:
-        """Append the footer and close; returns the exit status that the events amount to.
-
-        `more` may hold `next`: what the next level adds, see `spec_tests.rig.beyond`.
-        """
+    def finish(self) -> int:
+        """Append the footer and close; returns the exit status that the events amount to."""
         status, counts = judge_run(self.events).status, count_outcomes(self.events)
-        ended = {"counts": counts, "complete": True, "exit_status": status}
-        self._append({"event": "footer", **ended, **more})
+        self._append({"event": "footer", "counts": counts, "complete": True, "exit_status": status})
         self.close()
         return status
 
