@@ -13,7 +13,7 @@ import pytest
 
 from spec_tests.rig.target import PACKAGE_ROOT, REPOSITORY_ROOT
 from spec_tests.tests.rig.browser import Visit, require_decent
-from spec_tests.tests.rig.demo_results import KINDS, STEPS, results
+from spec_tests.tests.rig.demo_results import KINDS, results
 from spec_tests.tests.rig.helpers import python
 
 pytestmark = pytest.mark.skipif(
@@ -64,45 +64,6 @@ def test_every_part_is_there_and_drawn(file: Path, browser):
                    box.top >= frame.top - 1 && box.bottom <= frame.bottom + 1;
         });
     })"""), "a chart that draws beyond its frame is cut off"
-
-
-def test_the_curves_lie_on_one_line_and_have_a_point_per_step(file: Path, browser):
-    page = Visit(browser, file).page
-    curves = page.locator("svg[role=img]").first.locator("polyline")
-    points = curves.evaluate_all("nodes => nodes.map(node => node.getAttribute('points'))")
-    assert len(points) == len(KINDS)
-    assert len(set(points)) == 1, "the results have equal losses"
-    assert len(points[0].split()) == STEPS
-    named = [curves, page.locator(".legend path")]
-    look = "['stroke', 'stroke-dasharray', 'stroke-width'].map(a => n.getAttribute(a)).join()"
-    looks, legend = (each.evaluate_all(f"ns => ns.map(n => {look})") for each in named)
-    assert len(set(looks)) == len(looks), "each can be told from the others"
-    assert looks == legend
-
-
-def test_differences_of_nothing_are_on_the_floor(file: Path, browser):
-    chart = Visit(browser, file).page.locator("svg[role=img]").nth(1)
-    points = chart.locator("polyline").evaluate_all("ns => ns.map(n => n.getAttribute('points'))")
-    heights = [{float(point.split(",")[1]) for point in curve.split()} for curve in points]
-    lowest = max(max(curve) for curve in heights)
-    for run, curve in zip(results()["runs"], heights, strict=True):
-        assert (curve == {lowest}) == (not any(run["differences"]))
-
-
-def test_the_time_line_shades_what_happened_at_once(file: Path, browser):
-    line = Visit(browser, file).page.get_by_role("img", name="One step of ours, FSDP:")
-    boxes = {
-        kind: line.locator(f"g.{kind} rect").evaluate_all(
-            "ns => ns.map(n => n.getBBox()).map(box => [box.x, box.width])"
-        )
-        for kind in ("compute", "communication", "overlap")
-    }
-    assert len(boxes["overlap"]) == len(boxes["communication"]) == 12
-    for begin, width in boxes["overlap"]:
-        inside = [
-            a <= begin + 0.02 and begin + width <= a + w + 0.02 for a, w in boxes["communication"]
-        ]
-        assert any(inside), f"the overlap at {begin} lies outside of communication"
 
 
 def test_what_is_wrong_is_said_in_words(tmp_path: Path, browser):

@@ -279,16 +279,6 @@ def test_a_card_opens_by_keyboard_and_shows_line_pictures_and_finding(file: Path
     assert "<script>alert(1)</script>" in finding.inner_text()
 
 
-def test_a_row_leads_to_the_card_that_has_its_finding(file: Path, browser):
-    visit = Visit(browser, file)
-    visit.page.locator("#expand").click()
-    link = visit.page.get_by_role("link", name="on the card of its cause").last
-    finding = visit.page.locator(f"details[id='{(link.get_attribute('href') or '')[1:]}'] pre")
-    assert not finding.is_visible()
-    link.click()
-    finding.wait_for()
-
-
 # ---------------------------------------------------------------------------- without a browser
 
 
@@ -367,11 +357,6 @@ def test_what_stands_in_back_ticks_is_code():
     assert page.count("<code>&lt;zeros&gt;</code>") == 3
     assert '<p class="norm"><code>x</code> MUST.</p>' in page
     assert "Source: <code>x</code>" in page
-
-
-def test_the_banner_names_the_levels():
-    events = log(result(), result(implementation="mine.py"), levels={"solution": "production"})
-    assert "(level production, correct)" in render_page(events)
 
 
 @pytest.mark.parametrize(
