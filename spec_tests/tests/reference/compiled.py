@@ -9,6 +9,7 @@ bytes of shared memory, and instructions in the program text. `too large` is a t
 cannot hold: it shows that spilled registers are counted.
 """
 
+import argparse
 import importlib
 import json
 import re
@@ -96,4 +97,7 @@ def main(dtype: str, head_dim: int) -> dict[str, dict[str, int]]:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(json.dumps(main(sys.argv[1], int(sys.argv[2])), indent=1) + "\n")
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("dtype", choices=TYPES)
+    parser.add_argument("head_dim", type=int)
+    sys.stdout.write(json.dumps(main(**vars(parser.parse_args())), indent=1) + "\n")
