@@ -27,48 +27,6 @@ def catalogue(monkeypatch) -> dict[str, card.Impostor]:
     return empty
 
 
-def test_a_decorated_class_is_a_card(catalogue):
-    @card.near_miss("ddp.one", rejected_by=("ddp.a.b", "ddp.c.d"), outcomes=("hang",))
-    class One(card.FreeStanding):
-        """Does one thing that is
-        wrong.
-
-        From: a bug in
-        some library.
-        Unseen: nobody looks.
-
-        A note.
-        """
-
-        @staticmethod
-        def ddp(module):
-            return module
-
-    found = catalogue["ddp.one"]
-    assert (found.does, found.seen) == ("Does one thing that is wrong.", "a bug in some library.")
-    assert (found.unseen, found.outcomes) == ("nobody looks.", ("hang",))
-    assert (found.rejected_by, found.code) == (("ddp.a.b", "ddp.c.d"), One)
-    assert found.functions is not None
-    assert found.functions() == {"ddp": One.ddp}
-    assert (found.patches, found.alone, found.is_benign) == ((), False, False)
-
-
-def test_a_difference_is_a_card(catalogue):
-    clip = card.Source("spec_tests.plain.clip", alone=True)
-    difference = ("  a", "- b", "+ c", "...", "- d")
-    clip.near_miss("clip.one", "clip.a.b", *difference, does="Is.", seen="a bug.", unseen="ever.")
-    card.Source("solution.step").benign("benign.same", "- e", "@ solution.loss", "- f", does="Is.")
-    one, same = catalogue.values()
-    assert one.patches == (
-        ("spec_tests.plain.clip", "a\nb\n", "a\nc\n"),
-        ("spec_tests.plain.clip", "d\n", ""),
-    )
-    assert (one.does, one.seen, one.unseen) == ("Is.", "a bug.", "ever.")
-    assert (one.rejected_by, one.alone, one.brings) == (("clip.a.b",), True, {"clip_grad_norm_"})
-    assert same.patches == (("solution.step", "e\n", ""), ("solution.loss", "f\n", ""))
-    assert (same.is_benign, same.alone, same.functions, same.brings) == (True, False, None, set())
-
-
 def test_a_line_of_a_difference_says_whether_it_stays(catalogue):
     with pytest.raises(ValueError, match=r"expected a line that begins with .* got 'b'"):
         card.Source("solution.step").benign("benign.same", "- a", "b", does="Is the same.")
