@@ -1,13 +1,14 @@
 """Which tiles each kernel works in: a table, by head dim and width of the dtype.
 
 A tile that is too large spills: what registers cannot hold goes to memory and back in every step,
-and costs more than a large tile saves. `python -m spec_tests.bench.compile_report` compiles
-each row for an H100 or H200 without having one; no row spills but those it names, and all fit into
-shared memory. A table and no tuning at run time: equal inputs give equal bits in every process.
+and costs more than a large tile saves. No row spills on an H100 or H200 but those of `dkdv` and
+`dq` in float32 with head dim 256, and all fit into shared memory.
+`spec_tests.tests.reference.compiled` compiles them without a GPU;
+`spec_tests/bench/results/attention_compiled.txt` has all rows.
+A table and no tuning at run time: equal inputs give equal bits in every process.
 
 Products of tiles with 64 rows and more are `wgmma`, Hopper's widest; where accumulators
-`[keys, 256]` leave no room for that, `mma`. Chosen by registers, from what compiles to the fewest;
-`python -m spec_tests.bench.tune` measures the candidates on a GPU.
+`[keys, 256]` leave no room for that, `mma`. Chosen by registers, from what compiles to the fewest.
 """
 
 from dataclasses import dataclass

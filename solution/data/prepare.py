@@ -20,7 +20,6 @@ one machine, or prepare once and copy.
     python -m solution.data.prepare --out outputs/data                          # all of it, 6 s
     python -m solution.data.prepare mytext.txt --out outputs/mine               # 5 % for validation
     python -m solution.data.prepare --out outputs/demo --max-bytes 2000000      # a second or two
-    python -m solution.data.prepare --out outputs/fineweb --hub                 # see data/hub.py
 """
 
 from __future__ import annotations
@@ -40,7 +39,6 @@ import numpy.typing as npt
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from solution.config import require, require_positive
-from solution.data import hub
 from solution.data.shards import (
     MAX_TOKENS,
     NUM_IDS,
@@ -243,19 +241,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--shard-tokens", type=int, default=default.shard_tokens)
     parser.add_argument("--val-fraction", type=float, default=default.val_fraction)
     parser.add_argument("--max-bytes", type=int, help="stop before the document that exceeds this")
-    parser.add_argument("--hub", action="store_true", help="fetch FineWeb shards instead")
-    parser.add_argument("--hub-shards", type=int, default=1, help="training shards of --hub")
     options = vars(parser.parse_args(arguments))
     paths, out = options.pop("paths"), options.pop("out")
-    is_hub, num_shards = options.pop("hub"), options.pop("hub_shards")
     started = time.perf_counter()
     try:
-        if is_hub and (paths or DataConfig(**options) != default):
-            raise ValueError("expected --hub with --hub-shards and --out only: its tokens are made")
-        if is_hub:
-            meta = hub.download(out, num_shards=num_shards)
-        else:
-            meta = prepare(paths, out, DataConfig(**options))
+        meta = prepare(paths, out, DataConfig(**options))
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -268,13 +258,10 @@ def _summary(meta: dict[str, Any]) -> str:
         sum(n for name, n in meta["shards"].items() if f"_{split}_" in name)
         for split in ("train", "val")
     )
-    source = meta.get("hub")
-    if source is None:
-        size = f"{meta['num_bytes'] / 1e6:.1f} MB, {meta['num_skipped']} skipped"
-        source = f"{meta['num_documents']:,} documents ({size})"
+    size = f"{meta['num_bytes'] / 1e6:.1f} MB, {meta['num_skipped']} skipped"
     return (
         f"{len(meta['shards'])} shards, {train:,} train and {val:,} val tokens, "
-        f"vocabulary {meta['vocab_size']:,}, from {source}"
+        f"vocabulary {meta['vocab_size']:,}, from {meta['num_documents']:,} documents ({size})"
     )
 
 

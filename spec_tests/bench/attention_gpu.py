@@ -5,8 +5,7 @@ and causal, sequences of 512 to 16384. Arms, in one process, a little of each in
 
     flash         SDPA restricted to FlashAttention-2
     flash again   the first once more: the A/A arm (see paired.py)
-    cudnn, flex   SDPA restricted to cuDNN; FlexAttention, compiled, at two lengths only, since it
-                  compiles for each. Left out where they do not run.
+    cudnn         SDPA restricted to cuDNN; left out where it does not run
     NAME          flash_attention_triton of each --impl
 
 Counted as the papers count: 4 B H N N D operations forward, 2.5 times that backward, half of both
@@ -38,7 +37,6 @@ from spec_tests.rig.target import load
 
 NUM_TOKENS, NUM_CHANNELS = 16_384, 2048
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16_384)
-FLEX_LENGTHS = (2048, 8192)
 HEAD_DIMS = (64, 128)
 ROUND_MS = 8.0
 BOUNDS = {"forward": 1.0, "backward": 0.8}  # of flash's speed
@@ -77,25 +75,6 @@ def sdpa(backend: SDPBackend | None = None) -> Attention:
     def attention(q: Any, k: Any, v: Any, *, causal: bool) -> torch.Tensor:
         with contextlib.nullcontext() if backend is None else sdpa_kernel(backend):
             return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
-
-    return attention
-
-
-def flex() -> Attention:
-    """Return FlexAttention, compiled; its block mask is made once per length."""
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-    compiled = torch.compile(flex_attention, dynamic=False)
-    masks: dict[int, Any] = {}
-
-    def visible(batch: Any, head: Any, query: Any, key: Any) -> Any:
-        return query >= key
-
-    def attention(q: Any, k: Any, v: Any, *, causal: bool) -> torch.Tensor:
-        length = q.shape[2]
-        if causal and length not in masks:
-            masks[length] = create_block_mask(visible, None, None, length, length, device="cuda")
-        return compiled(q, k, v, block_mask=masks[length] if causal else None)
 
     return attention
 
@@ -156,18 +135,16 @@ class AttentionOnGpu(runner.Comparison):
         """An arm that does not run a shape is left out."""
         ready: dict[str, paired.Arm] = {}
         for label, attention in self.attentions.items():
-            if label == "flex" and case.length not in FLEX_LENGTHS:
-                continue
             try:
                 ready[label] = Arm(attention, case)
-            except RuntimeError as error:  # no kernel for this shape or device, or none compiles
-                if label not in ("cudnn", "flex"):
+            except RuntimeError as error:  # no kernel for this shape or device
+                if label != "cudnn":
                     raise
                 print(f"{case.heading}: without {label}: {str(error).splitlines()[0]}")
         return ready
 
     def run(self, worlds: Worlds, case: Any, arguments: tuple[Any, ...]) -> list[dict[str, Any]]:
-        """Measure in this process, which has the device and the compiled arms."""
+        """Measure in this process, which has the device."""
         return [runner.measured(None, *arguments)]
 
     def sections(self, options: argparse.Namespace, worlds: Worlds) -> Iterator[Section]:
@@ -178,12 +155,10 @@ class AttentionOnGpu(runner.Comparison):
             FLASH: sdpa(SDPBackend.FLASH_ATTENTION),
             **{name: load(parse(name)).flash_attention_triton for name in options.impl},
             "cudnn": sdpa(SDPBackend.CUDNN_ATTENTION),
-            "flex": flex(),
             AGAIN: sdpa(SDPBackend.FLASH_ATTENTION),
         }
         of: dict[str, list[Found]] = {direction: [] for direction in BOUNDS}
         for head_dim, causal, length in itertools.product(HEAD_DIMS, (False, True), LENGTHS):
-            torch.compiler.reset()  # or flex falls back when it has seen too many shapes
             shape = f"D={head_dim} {'causal' if causal else 'full'} N={length}"
             for direction, found in of.items():
                 case = Case(shape, "", 1, 1, 20, {}, length, head_dim, causal, direction)

@@ -1,4 +1,4 @@
-"""Tokens per second of a loader, what it keeps in memory, and what it costs to find a place.
+"""Tokens per second of a loader, and what it keeps in memory.
 
 One rank reads a shard of 200 million random tokens, which lies in the page cache, in batches of
 int64 inputs and targets that own their memory. Arms, all in one process:
@@ -14,10 +14,8 @@ Time on the cores, which other programs disturb least: every round reads as many
 arm, going on where the last one ended; first touches of a page are part of reading it.
 Memory: the largest resident size of the process during a full pass, less the one before it. Pages
 of a map that were touched are resident, so whoever holds one grows by the file.
-Place: what the first batch after load_state_dict takes in microseconds and asks for in bytes.
 
-Bounds: NAME against mapped 1, against torchdata a fifth; memory 5 MB; the first batch at the end
-asks for as many bytes as at the beginning, to the byte.
+Bounds: NAME against mapped 1, against torchdata a fifth; memory 5 MB.
 """
 
 import argparse
@@ -25,10 +23,8 @@ import functools
 import gc
 import importlib.util
 import itertools
-import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,16 +40,12 @@ from spec_tests.impls import parse
 from spec_tests.rig import shards
 from spec_tests.rig.ranks.rank import Context
 from spec_tests.rig.ranks.world import Worlds
-from spec_tests.rig.report.text import grid
 from spec_tests.rig.target import load
 
 MAPPED, TORCHDATA, AGAIN = "mapped", "torchdata", "mapped again"
 LIMITS = {MAPPED: 1.0, TORCHDATA: 0.2}
 MOST_GROWTH_BYTES = 5_000_000
 TOKENS_PER_ROUND = 2**24
-PLACES = (0.0, 0.25, 0.5, 0.75, 0.99)
-"""Parts of the shard at which a resumed run begins."""
-TRIES = 25  # of each place
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 
@@ -122,28 +114,6 @@ class Arm(paired.Arm):
         return None if before is None else max(before, most) - before
 
 
-def places(new_loader: Callable[[], Any]) -> list[dict[str, float | None]]:
-    """Return time and bytes read until the first batch after a resume, place by place."""
-    loader = new_loader()
-    next(iter(loader))
-    if len(loader.state_dict()) != 1:
-        return []  # only a state that is one number can be made up without reading up to it
-    [(key, step)] = loader.state_dict().items()
-    found = []
-    for part in PLACES:
-        state = {key: int(part * len(loader)) * step}
-        seconds, before = [], machine.bytes_read()
-        for _ in range(TRIES):
-            start = time.perf_counter()
-            loader.load_state_dict(state)
-            next(iter(loader))
-            seconds.append(time.perf_counter() - start)
-        after = machine.bytes_read()
-        asked = None if before is None or after is None else (after - before) / TRIES
-        found.append({"part": part, "us": 1e6 * statistics.median(seconds), "bytes": asked})
-    return found
-
-
 # ----------------------------------------------------------------------------------- in the parent
 
 
@@ -178,7 +148,6 @@ class Loader(runner.Comparison):
                 world_size=1,
             )
             arms[name] = Arm(new_loader, counts_memory=True)
-            arms[name].facts["places"] = places(new_loader)
         if importlib.util.find_spec("torchdata") is not None:
             package = importlib.import_module("torchdata.stateful_dataloader")
             # Only whole batches, as everywhere here.
@@ -196,7 +165,7 @@ class Loader(runner.Comparison):
         return dict(arms)
 
     def sections(self, options: argparse.Namespace, worlds: Worlds) -> Iterator[Section]:
-        """One table of passes, one of places for each implementation."""
+        """One table of passes."""
         size = options.batch_size, options.sequence_length
         self.note = (
             f"one process, 1 thread, {options.tokens:,} tokens in batches of {size[0]} x "
@@ -219,12 +188,6 @@ class Loader(runner.Comparison):
         verdicts = self.verdicts(found)
         passes = [self.table(found), self.kept.format(found=found)]
         yield Section("", passes, self.record(found, verdicts))
-        for name in found.impls:
-            rows = [("resumed at", "first batch, us", "bytes asked for")]
-            for place in found.facts[name][0]["places"]:
-                asked = "" if place["bytes"] is None else f"{place['bytes']:,.0f}"
-                rows.append((f"{place['part']:.0%}", f"{place['us']:.0f}", asked))
-            yield Section(f"{name} after load_state_dict", [grid(rows)])
         if TORCHDATA not in found.labels:
             missing = "torchdata is not installed and was not measured (pip install torchdata)"
             sys.stderr.write(missing + "\n")
@@ -232,16 +195,12 @@ class Loader(runner.Comparison):
         yield Section("", [bullets(verdicts)])
 
     def bounds(self, found: Found, name: str) -> Iterator[str]:
-        """Yield time, memory, and reading nothing in vain after a resume."""
+        """Yield time and memory."""
         yield from super().bounds(found, name)
         growth = found.facts[name][0]["growth"]
         if growth is not None:
             words = f"{name} grew by {growth:,} bytes, bound {MOST_GROWTH_BYTES:,}"
             yield verdict(growth <= MOST_GROWTH_BYTES, words)
-        asked = {place["bytes"] for place in found.facts[name][0]["places"]} - {None}
-        if asked:
-            words = f"{name} asks for {min(asked):,.0f} to {max(asked):,.0f} bytes"
-            yield verdict(max(asked) - min(asked) < 1024, words)  # files of /proc itself
 
 
 def _rate(found: Found, label: str) -> str:

@@ -1,4 +1,4 @@
-"""What the machine and this process report about themselves: cores, memory, files read.
+"""What the machine and this process report about themselves: cores and memory.
 
 Read from /proc and from glibc's malloc; where there is neither, functions return None, or 0 bytes.
 """
@@ -65,12 +65,6 @@ def resident_bytes(key: str = "VmRSS") -> int | None:
     """Return this process's resident memory, or with "VmHWM" its peak; None if not reported."""
     found = _fields("/proc/self/status").get(key)
     return None if found is None else int(found.split()[0]) * 1024
-
-
-def bytes_read() -> int | None:
-    """Return what this process has read from files so far, page cache included; None if unknown."""
-    found = _fields("/proc/self/io").get("rchar")
-    return None if found is None else int(found)
 
 
 def _fields(path: str) -> dict[str, str]:

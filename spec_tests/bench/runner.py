@@ -191,7 +191,6 @@ class Comparison(Benchmark):
         ):
             parser.add_argument(option, type=float, default=default, help=what)
         parser.add_argument("--case", default="", help="words of a table's heading; default: all")
-        parser.add_argument("--add", action="store_true", help="keep --out's tables of other cases")
         super().declare(parser)
 
     def sections(self, options: argparse.Namespace, worlds: Worlds) -> Iterator[Section]:
@@ -289,28 +288,6 @@ def find(name: str) -> Any:
     return importlib.import_module(f"spec_tests.bench.{name}").BENCHMARK
 
 
-def earlier(folder: Path, name: str) -> list[Section]:
-    """Return the sections that are there, each with when and how it was measured.
-
-    Raises:
-        FileNotFoundError: nothing was measured there.
-    """
-    page, data = folder / f"{name}.md", folder / f"{name}.json"
-    if not (page.exists() and data.exists()):
-        missing = page if not page.exists() else data
-        raise FileNotFoundError(f"--add expected {missing}, found no file; measure without --add")
-    record = json.loads(data.read_text())
-    how = "measured: {date}, {command}".format(**record["environment"])
-    sections = []
-    _, *texts = re.split(r"^## ", page.read_text(), flags=re.MULTILINE)
-    for text, result in zip(texts, record["results"], strict=True):
-        heading, _, body = text.strip().partition("\n\n")
-        body = body if "\n- measured: " in body else f"{body}\n- {how}"
-        record_of = {**result, "measured": result.get("measured") or how}
-        sections.append(Section(heading, [body], record_of))
-    return sections
-
-
 def run(name: str, arguments: Sequence[str]) -> int:
     """Measure and write the page; return 1 where a bound is missed or a measurement void."""
     benchmark = find(name)
@@ -321,7 +298,6 @@ def run(name: str, arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     options.impl = options.impl or ["solution"]
     benchmark = benchmark.chosen(options)
-    kept = earlier(options.out, benchmark.name) if getattr(options, "add", False) else []
     sections: list[Section] = []
     worlds = Worlds(max_pools=1)  # at 124M the ranks of one take half of 24 GiB
     status = 0
@@ -332,9 +308,6 @@ def run(name: str, arguments: Sequence[str]) -> int:
     finally:  # who interrupts a long run keeps the tables that are done
         worlds.close()
         if sections:
-            done = {section.heading: section for section in sections}
-            replaced = [done.pop(old.heading, old) for old in kept]
-            sections = replaced + [section for section in sections if section.heading in done]
             environment = machine.environment([name, *arguments])
             environment["device"] = benchmark.device or environment["device"]
             status = write(benchmark, options.out, sections, environment)

@@ -18,7 +18,7 @@ import pytest
 
 from spec_tests.rig.clause import MUST
 from spec_tests.rig.outcome_hooks import clause_of_item, result_of
-from spec_tests.rig.outcomes import REFUTED, SILENT, Outcome, compose
+from spec_tests.rig.outcomes import REFUTED, SILENT, Cell, Event, Outcome, cells
 from spec_tests.rig.progress import Progress, current
 from spec_tests.rig.report import WORDS
 from spec_tests.rig.report.ending import FEW
@@ -48,9 +48,7 @@ class Live:
         self._write, self._shown = write, shown
         self._is_mixed, self._everything = is_mixed, everything
         self._began_s = time.monotonic()
-        # Chapter, then clause and implementation: strength and outcome so far.
-        self._found: dict[str, dict[tuple[str, str], tuple[str, Outcome]]] = {}
-        self._seconds: Counter[str] = Counter()
+        self._found: dict[str, list[Event]] = {}  # results by chapter
         self._now = ""
         self._waits_for_finding = False
         self._left: Counter[str] = Counter()  # cases of a test that have not ended
@@ -124,11 +122,7 @@ class Live:
         if title != self._now and not self._is_mixed:
             self._tell(self._now)
             self._now = title
-        own = self._found.setdefault(title, {})
-        key = result["clause"], result["implementation"]
-        _, before = own.get(key, ("", outcome))
-        own[key] = result["strength"], compose([before, outcome])
-        self._seconds[title] += result["duration_s"]
+        self._found.setdefault(title, []).append({"event": "result", **result})
         self._ids.setdefault(_test(report.nodeid), result["clause"])
         self._tell_progress(report.nodeid)
         if outcome in REFUTED and result["strength"] == MUST and self._waits_for_finding:
@@ -149,21 +143,20 @@ class Live:
             self._shown.close()
 
     def _tell(self, title: str) -> None:
-        found = self._found.get(title, {})
-        names = list(dict.fromkeys(name for _, name in found))
-        told = {
-            name: _counts([each for key, each in found.items() if key[1] == name]) for name in names
-        }
+        found = self._found.get(title, [])
+        names = dict.fromkeys(result["implementation"] for result in found)
+        told = {name: _counts(cells(found, name)) for name in names}
         if any(told.values()):
             words = "; ".join(f"{name} {of}" if len(names) > 1 else of for name, of in told.items())
-            self._write(f"{title:<12}{words:<44}{self._seconds[title]:7.1f} s of ranks")
+            seconds = sum(result["duration_s"] for result in found)
+            self._write(f"{title:<12}{words:<44}{seconds:7.1f} s of ranks")
 
 
-def _counts(found: Sequence[tuple[str, Outcome]]) -> str:
+def _counts(found: Sequence[Cell]) -> str:
     """MUST clauses by outcome, as in the table at the end; of others only those that fail."""
-    counts = Counter(outcome for strength, outcome in found if strength == MUST)
+    counts = Counter(cell.outcome for cell in found if cell.strength == MUST)
     judged = [f"{WORDS[o]} {n}" for o, n in sorted(counts.items()) if o not in SILENT]
-    advice = sum(strength != MUST and outcome in REFUTED for strength, outcome in found)
+    advice = sum(cell.strength != MUST and cell.outcome in REFUTED for cell in found)
     return ", ".join(judged + [f"SHOULD fails {advice}"] * bool(advice))
 
 

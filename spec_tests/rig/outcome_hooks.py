@@ -30,7 +30,7 @@ from spec_tests.rig.judge import (
     runner,
     unreadable_is_a_finding,
 )
-from spec_tests.rig.outcomes import Outcome, judge_run
+from spec_tests.rig.outcomes import Outcome
 from spec_tests.rig.ranks.errors import NotOffered, RankDied, RankHung
 from spec_tests.rig.ranks.world import NOTICE, World, Worlds
 from spec_tests.rig.report.eventlog import EventLog
@@ -295,7 +295,6 @@ def _keep(value: dict[str, Any], run: Run) -> None:
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Close the worlds, find stale expectations, write the footer and the report."""
     run = session.config.stash[RUN]
-    following = _following(session, run)  # while there are ranks that know what is offered
     run.worlds.close()
     if run.log is None or is_worker(session.config):
         return
@@ -316,24 +315,10 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
             unselected=known - {result["clause"] for result in results},
         ):
             run.log.problem(problem)
-    status = run.log.finish(**following)
+    status = run.log.finish()
     if status > int(session.exitstatus):
         session.exitstatus = status
     _write_report(session.config, run.log.path)
-
-
-def _following(session: pytest.Session, run: Run) -> dict[str, Any]:
-    """What the next level would add, where all clauses of this one were judged and hold."""
-    config = session.config
-    if run.log is None or is_worker(config) or not _came_to_its_end(session):
-        return {}
-    if _selects_cases(config) or config.getoption("--quick") or judge_run(run.log.events).status:
-        return {}
-    from spec_tests.rig.beyond import beyond  # here: it is of use at the end of a run, and rarely
-
-    asked = ",".join(config.getoption("--clause") or ()).split(",")
-    found = beyond(run, [each for each in asked if each])
-    return {"next": found} if found else {}
 
 
 def _write_report(config: pytest.Config, log: Path) -> None:

@@ -66,11 +66,6 @@ def schedules(max_micro_batches: int = 5) -> st.SearchStrategy[tuple[bool, ...]]
     return st.lists(st.booleans(), max_size=max_micro_batches - 1).map(lambda f: (*f, True))
 
 
-def bucket_sizes_mb() -> st.SearchStrategy[float]:
-    """From less than one parameter to more than any toy, in MiB."""
-    return st.sampled_from([1e-6, 5e-5, 1e-4, 3e-4, 1e-3, 25.0])
-
-
 def schedules_of_ranks(max_ranks: int = 3) -> st.SearchStrategy[Schedule]:
     """Orders of events in a simulated world; the simplest is the one without any fault."""
     return st.builds(

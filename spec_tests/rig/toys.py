@@ -8,8 +8,8 @@ is given.) With the loss multiplied by the world size even the mean over ranks i
 of summation and place of division then cannot matter, and every right implementation is bit-equal
 to one process with the whole batch, at any world size. `Toy.reach` says up to how many summands.
 
-What a toy's name says is itself asserted, in `tests/rig/test_toys.py`: a famous fixture called
-"tied weights" tied nothing, and every test passed.
+What a toy's name says is itself asserted, in `tests/rig/test_toys.py` or by near-misses that need
+it: a famous fixture called "tied weights" tied nothing, and every test passed.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ otherwise the link of the deviation says; `environment` is set before a library 
 
 from __future__ import annotations
 
+import difflib
 import re
 import tomllib
 from collections.abc import Mapping
@@ -54,10 +55,8 @@ class Finding:
 
     def deviation(self) -> expectations.Deviation | None:
         """Return the entry that declares it, if there is one."""
-        for entry in expectations.load(ADAPTERS / f"{self.owner}.toml"):
-            if entry.clause in self.clauses and entry.case == self.case:
-                return entry
-        return None
+        entries = expectations.load(ADAPTERS / f"{self.owner}.toml")
+        return next((e for e in entries if e.clause in self.clauses and e.case == self.case), None)
 
 
 def of(owner: str) -> list[Finding]:
@@ -83,5 +82,6 @@ def named(pattern: str) -> list[Finding]:
     every = [each for path in sorted(FOLDER.glob("*.toml")) for each in of(path.stem)]
     if found := [each for each in every if fnmatch(each.name, pattern)]:
         return found
-    names = "\n".join(f"    {each.name}" for each in every)
-    raise ValueError(f"expected the name of a finding, got {pattern!r}; there are\n{names}")
+    near = ", ".join(difflib.get_close_matches(pattern, [e.name for e in every], 3, 0.4)) or "none"
+    to_list = f"To list all: grep -h '^\\[' {FOLDER}/*.toml"
+    raise ValueError(f"expected the name of a finding, got {pattern!r}; near it: {near}. {to_list}")

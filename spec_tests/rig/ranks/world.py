@@ -302,15 +302,27 @@ _NO_CUDA = re.compile(
 )
 
 
-def _needs_cuda(error: RemoteError) -> str:
-    """What a rank said that raised for want of a CUDA device; empty for any other error.
+# Errors that Python raises for a fault of the code, whatever name they hold: of a key, a variable,
+# an attribute, an argument. They report a missing device only where a `raise` made them.
+_OF_PYTHON = ("LookupError", "NameError", "AttributeError", "TypeError", "OSError")
+# What the extension of a torch without CUDA leaves out.
+_LEFT_OUT = re.compile(r"module 'torch\._C' has no attribute '_cuda")
 
-    An assertion may have no words, but it has a line.
+
+def _needs_cuda(error: RemoteError) -> str:
+    """Return what a rank said that raised for want of a CUDA device; empty for any other error.
+
+    Such an error is torch's or Triton's own, or of a `raise` or an assertion that asks for a
+    device. An assertion may have no words, but it has a line.
     """
+    last = error.frames[-1] if error.frames else None
+    line = linecache.getline(last.filename, last.lineno).strip() if last else ""
+    is_of_python = any(map(error.is_a, _OF_PYTHON))
+    if is_of_python and not line.startswith("raise") and not _LEFT_OUT.search(error.message):
+        return ""
     words = [error.message.partition("\n")[0]]
-    if error.is_a("AssertionError") and error.frames:
-        asserted = error.frames[-1]
-        words.append(linecache.getline(asserted.filename, asserted.lineno).strip())
+    if error.is_a("AssertionError"):
+        words.append(line)
     for said in words:
         # What follows lists who else has this operator, whatever the device.
         if _NO_CUDA.search(said.partition("only available for these backends")[0]):

@@ -20,7 +20,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -142,41 +142,11 @@ def render_comparison(before: Report, after: Report, changes: Sequence[Change]) 
         before=_name(before),
         after=_name(after),
         unlike=[(key, old, new) for key, old, new in runs if old != new],
-        causes=[each for pair in _pairs(before, after) for each in _causes(before, after, *pair)],
         kinds=KINDS,
         changes=changes,
         left_out=lambda those: Counter(_chapter(c) for c in those if c.after == _NOT_RUN),
         not_run=_NOT_RUN,
     )
-
-
-def _causes(before: Report, after: Report, old: str, new: str) -> Iterator[tuple[str, str, str]]:
-    """Yield which causes are gone, which have come, and which are still there, and of how many."""
-    then, now = _causes_of(before, old), _causes_of(after, new)
-    kept = [(one, other) for one in then for other in now if _is_same(one, other)]
-    for what, those, found in (
-        ("gone", then, [one for one, _ in kept]),
-        ("come", now, [other for _, other in kept]),
-    ):
-        for cause in those:
-            if cause not in found:
-                yield what, cause["text"], str(len(cause["clauses"]))
-    for one, other in kept:
-        yield "still there", other["text"], f"{len(one['clauses'])} → {len(other['clauses'])}"
-
-
-def _causes_of(report: Report, name: str) -> list[Mapping[str, Any]]:
-    (found,) = (found for found in report["implementations"] if found["name"] == name)
-    causes: list[Mapping[str, Any]] = found.get("causes", [])
-    return causes
-
-
-def _is_same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """The same words or near-miss, or half of the smaller's clauses: a line may have moved."""
-    if one["text"] == other["text"] or (one.get("like") and one["like"] == other.get("like")):
-        return True
-    first, second = {*one["clauses"]}, {*other["clauses"]}
-    return 2 * len(first & second) >= min(len(first), len(second))
 
 
 def _chapter(change: Change) -> str:

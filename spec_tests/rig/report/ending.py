@@ -9,7 +9,6 @@ report, and with `--all` on the terminal: each finding in full, the table clause
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Sequence
 
 from spec_tests.rig.outcomes import SILENT, Cell, Event, Outcome, Strength, cells, header
@@ -51,7 +50,7 @@ def render_ending(events: Sequence[Event], *, everything: bool = False) -> str:
         ]
     for why, clauses in absent_here(events):
         lines.append(f"not here, {several(len(clauses), 'clause')}: {why}")
-    lines += ["", *_verdict(events, found), *_render_next(events)]
+    lines += ["", *_verdict(events, found)]
     for name, named in found.items():
         lines += _render_causes(name, named, everything=everything)
     if any(cause.like for named in found.values() for cause in named):
@@ -106,18 +105,6 @@ def _verdict(events: Sequence[Event], found: dict[str, list[Cause]]) -> list[str
         for cause in each.cells
     }
     return [line for line in verdict_lines(events) if line not in listed]
-
-
-def _render_next(events: Sequence[Event]) -> list[str]:
-    """What a run that conforms may ask next, and how many clauses that adds."""
-    lines: list[str] = []
-    for each in events[-1].get("next", ()) if events else ():
-        ids, counted = each["clauses"], Counter(map(chapter, each["clauses"]))
-        named = ", ".join(f"{title} {number}" for title, number in counted.items())
-        named = _enumerated(ids, 3) if len(counted) == 1 else named
-        lines.append(f"next: --level {each['level']} adds {several(len(ids), 'clause')}: {named}")
-        lines.append(f"    {each['command']}")
-    return lines
 
 
 def _render_causes(

@@ -8,13 +8,12 @@ Every function here is pure: events in, text out.
 - `render_counts` is the line under a column: `MUST 38/40 · SHOULD 9/12 · not offered 3`. What is
   not offered or not here is in no denominator, and an expected failure is in no numerator.
 - `render_summary` is the whole page: verdict, machine, counts, table, every failure with its
-  message and the line to run it again, the closest margins.
+  message and the line to run it again.
 - A log without footer is stamped INCOMPLETE by each of them and has no verdict.
 """
 
 from __future__ import annotations
 
-import math
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -63,7 +62,6 @@ RUN_KEYS = (
 """What the header says of suite, versions and machine."""
 
 _MAX_MESSAGE_LINES = 40
-_MAX_MARGINS = 5
 
 
 def implementations(events: Sequence[Event]) -> list[str]:
@@ -167,7 +165,6 @@ def render_summary(events: Sequence[Event]) -> str:
         words=WORDS,
         fenced=_fenced,
         absent=absent_here(events),
-        margins=_closest_margins(events),
         run={key: first[key] for key in RUN_KEYS if key in first},
     )
 
@@ -212,18 +209,6 @@ def absent_here(events: Sequence[Event]) -> list[tuple[str, list[str]]]:
             why = next((line for line in lines if line.startswith(NOT_HERE)), lines[0])
             waiting.setdefault(why.removeprefix(NOT_HERE), {})[event["clause"]] = None
     return [(why, list(clauses)) for why, clauses in waiting.items()]
-
-
-def _closest_margins(events: Sequence[Event]) -> list[tuple[float, Event]]:
-    """The passing cases that came closest to their tolerance: where a bound may be too tight."""
-    rows = []
-    for event in results(events):
-        # The log writes "nan" and "inf" as words.
-        ratios = [float(margin["ratio"]) for margin in event["margins"]]
-        if ratios and event["outcome"] == Outcome.PASSED:
-            # NaN compares with nothing; as infinity it comes first and is seen.
-            rows.append((max(math.inf if math.isnan(r) else r for r in ratios), event))
-    return sorted(rows, key=lambda row: -row[0])[:_MAX_MARGINS]
 
 
 def _fenced(message: str) -> str:

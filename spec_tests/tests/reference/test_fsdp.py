@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import Replicate, distribute_tensor
-from torch.optim import SGD
 
 from spec_tests.impls import parse
 from spec_tests.rig.ranks.rank import Context
@@ -155,24 +154,6 @@ def test_a_refused_load_can_be_repeated_and_a_tied_one_by_either_name(ctx):
             model.state_dict()
     model.load_state_dict(right, assign=True, strict=False)
     assert float(model(torch.ones(1, 4)).sum()) == 64.0
-
-
-class Holder(nn.Module):
-    """A model with a child of the name that wrappers give to theirs."""
-
-    def __init__(self):
-        super().__init__()
-        self.module, self.head = nn.Linear(4, 4), nn.Linear(4, 2)
-
-
-@on_ranks(2)
-def test_a_sharded_model_with_a_child_called_module_is_no_wrapper(ctx, tmp_path):
-    model, fresh = (ctx.impl.fully_shard(Holder()) for _ in range(2))
-    runs = {name: SGD(each.parameters(), 0.1) for name, each in (("old", model), ("new", fresh))}
-    ctx.impl.save_checkpoint(tmp_path, step=1, model=model, optimizer=runs["old"])
-    ctx.impl.load_checkpoint(tmp_path, model=fresh, optimizer=runs["new"])
-    pairs = zip(model.state_dict().values(), fresh.state_dict().values(), strict=True)
-    assert all(torch.equal(old.to_local(), new.to_local()) for old, new in pairs)
 
 
 # --------------------------------------------------------------------------- as an exercise uses it

@@ -1,11 +1,10 @@
 """`python -m solution.train_baseline` and `train_ddp`: flags, files, statuses, equal results."""
 
 import shutil
-from unittest import mock
 
 import pytest
 
-from spec_tests.tests.reference.launch import on_ranks, run, run_ranks, solution, start
+from spec_tests.tests.reference.launch import run, run_ranks, start
 from spec_tests.tests.reference.training import (
     BASELINE,
     DDP,
@@ -145,24 +144,6 @@ def test_the_status_tells_why_there_was_no_result(data, tmp_path, flags, status,
     trained(data, tmp_path, *flags, status=status, says=said)
 
     assert not (tmp_path / "baseline.rank0.json").exists()
-
-
-EARLY = {"measure.recording.ShortRunError": 2, "checkpoint.CheckpointError": 1}
-EARLY |= {"trainer.NonFiniteError": 1}
-
-
-@on_ranks(1)
-def test_before_there_is_a_job_only_a_short_run_is_bad_input(ctx):
-    job, found = solution("job"), {}
-    for path in EARLY:
-        module, _, name = path.rpartition(".")
-        error = getattr(solution(module), name)("said")
-        with (
-            mock.patch.object(job, "distributed", mock.Mock(side_effect=error)),
-            mock.patch("sys.argv", ["train"]),
-        ):
-            found[path] = job.main(lambda *_: None, lambda module, *_: module, description="")
-    assert found == EARLY
 
 
 def test_what_all_ranks_refuse_the_first_one_says(tmp_path):

@@ -1,15 +1,12 @@
 """Recording and analysis of traces: what a run did is what its trace says, and nothing is lost."""
 
-import contextlib
 import json
 from collections import Counter
-from unittest import mock
 
 import pytest
-import torch
 
 from spec_tests.chapters.measure.timeline import Timeline
-from spec_tests.tests.reference.launch import ROOT, on_ranks, run, run_ranks, solution
+from spec_tests.tests.reference.launch import ROOT, run, run_ranks, solution
 from spec_tests.tests.reference.training import BASELINE, DDP, FSDP, summary
 
 NUM_STEPS, RECORDED, MICRO_BATCHES = 5, [4, 5], 2
@@ -140,32 +137,6 @@ def test_what_cannot_be_recorded_is_refused_before_training(data, tmp_path, flag
     ended = run(BASELINE, *flags, folder=tmp_path, status=2, says=REFUSED[flag])
 
     assert "step " not in ended.out
-
-
-@on_ranks(1)
-def test_a_memory_history_is_bounded_written_and_ended_also_out_of_memory(ctx, tmp_path):
-    """On a pretended GPU that has no memory left."""
-    calls, snapshot = [], tmp_path / "snapshots" / "x.pickle"
-
-    def noted(name):
-        return lambda *args, **kwargs: calls.append([name, *args, kwargs])
-
-    with (
-        mock.patch.object(torch.cuda, "is_available", return_value=True),
-        mock.patch.object(torch.cuda.memory, "_record_memory_history", noted("record")),
-        mock.patch.object(torch.cuda.memory, "_dump_snapshot", noted("dump")),
-        contextlib.suppress(torch.OutOfMemoryError),
-        solution("measure.memory").memory_history(snapshot),
-    ):
-        raise torch.OutOfMemoryError("injected")
-
-    (begin, options), (dump, path, _), (end, off) = calls
-    assert [begin, dump, end] == ["record", "dump", "record"]
-    assert options["stacks"] == "python"
-    assert options["max_entries"] <= 1_000_000
-    assert path == str(snapshot)
-    assert off == {"enabled": None}
-    assert snapshot.parent.is_dir()
 
 
 # ---------------------------------------------------------------------------------------- analysis

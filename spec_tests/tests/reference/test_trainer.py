@@ -78,19 +78,3 @@ def test_the_ranks_of_a_step_are_those_of_the_mesh(ctx):
         fully_shard(part)
     with pytest.raises(ValueError, match="of which parts are sharded"):
         trained(parts)
-
-
-@on_ranks(1)
-def test_a_schedule_is_asked_once_for_each_step_of_an_optimizer_with_two_groups(ctx):
-    module = model()
-    asked: list[int] = []
-
-    def rate(finished: int) -> float:
-        asked.append(finished)
-        return 0.1
-
-    groups = [{"params": [p]} for p in module.parameters()]
-    optimizer = torch.optim.SGD(groups, lr=0.5)
-    sizes = {"steps": 3, "global_batch_size": 4, "micro_batch_size": 4}
-    solution("trainer").train(module, optimizer, DATA, lr=rate, **sizes)
-    assert asked == [0, 1, 2]

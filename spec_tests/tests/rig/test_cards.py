@@ -27,48 +27,6 @@ def catalogue(monkeypatch) -> dict[str, card.Impostor]:
     return empty
 
 
-def test_a_decorated_class_is_a_card(catalogue):
-    @card.near_miss("ddp.one", rejected_by=("ddp.a.b", "ddp.c.d"), outcomes=("hang",))
-    class One(card.FreeStanding):
-        """Does one thing that is
-        wrong.
-
-        From: a bug in
-        some library.
-        Unseen: nobody looks.
-
-        A note.
-        """
-
-        @staticmethod
-        def ddp(module):
-            return module
-
-    found = catalogue["ddp.one"]
-    assert (found.does, found.seen) == ("Does one thing that is wrong.", "a bug in some library.")
-    assert (found.unseen, found.outcomes) == ("nobody looks.", ("hang",))
-    assert (found.rejected_by, found.code) == (("ddp.a.b", "ddp.c.d"), One)
-    assert found.functions is not None
-    assert found.functions() == {"ddp": One.ddp}
-    assert (found.patches, found.alone, found.is_benign) == ((), False, False)
-
-
-def test_a_difference_is_a_card(catalogue):
-    clip = card.Source("spec_tests.plain.clip", alone=True)
-    difference = ("  a", "- b", "+ c", "...", "- d")
-    clip.near_miss("clip.one", "clip.a.b", *difference, does="Is.", seen="a bug.", unseen="ever.")
-    card.Source("solution.step").benign("benign.same", "- e", "@ solution.loss", "- f", does="Is.")
-    one, same = catalogue.values()
-    assert one.patches == (
-        ("spec_tests.plain.clip", "a\nb\n", "a\nc\n"),
-        ("spec_tests.plain.clip", "d\n", ""),
-    )
-    assert (one.does, one.seen, one.unseen) == ("Is.", "a bug.", "ever.")
-    assert (one.rejected_by, one.alone, one.brings) == (("clip.a.b",), True, {"clip_grad_norm_"})
-    assert same.patches == (("solution.step", "e\n", ""), ("solution.loss", "f\n", ""))
-    assert (same.is_benign, same.alone, same.functions, same.brings) == (True, False, None, set())
-
-
 def test_a_line_of_a_difference_says_whether_it_stays(catalogue):
     with pytest.raises(ValueError, match=r"expected a line that begins with .* got 'b'"):
         card.Source("solution.step").benign("benign.same", "- a", "b", does="Is the same.")
@@ -158,18 +116,6 @@ def test_every_near_miss_says_what_it_does_where_it_comes_from_and_why_it_is_uns
         assert found.functions or found.patches, found.id
     unseen = [found.id for found in NEAR_MISSES if not found.unseen]
     assert unseen == [museum.FORCED_FAILURE.id], "a control is nobody's bug"
-
-
-def test_right_but_unusual_code_of_each_kind_is_among_the_benign():
-    owed = {
-        "benign.after-backward",  # one flat all-reduce after backward
-        "benign.reduce-then-divide",
-        "benign.plain",  # divides, then reduces
-        "benign.zero1-plain",  # a parameter to each rank
-        "benign.zero1-elementwise",
-        "benign.fsdp-piecemeal",  # without fused gathers
-    }
-    assert owed <= {found.id for found in museum.CATALOGUE.values() if found.is_benign}
 
 
 @pytest.mark.parametrize(

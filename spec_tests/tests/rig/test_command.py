@@ -12,7 +12,6 @@ import re
 import signal
 import subprocess
 import sys
-from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -96,7 +95,6 @@ def test_wrong_code_is_told_what_is_wrong_and_how_to_run_it_again(tmp_path: Path
     assert ended.returncode == 1, ended.stdout + ended.stderr
     assert ended.stdout.startswith("ddp         FAIL 1, pass 1 "), "no letters, nor words of xdist"
     assert not re.search(r"\d (passed|deselected)", ended.stdout), "pytest's, in cases"
-    assert "next: " not in ended.stdout, "it does not conform"
     assert ended.stdout.count(f"[{FROZEN}]  Frozen parameters MUST keep") == 1
     assert "likely: summed and not divided by the world size" in ended.stdout
     assert "again: python -m spec_tests --impl " in ended.stdout
@@ -146,17 +144,6 @@ def processes_of(session: int) -> list[str]:
 def take_interrupts() -> None:
     """As at a terminal: what a shell starts in the background ignores them from birth on."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
-def test_a_run_that_conforms_says_what_the_next_level_adds(tmp_path: Path):
-    (tmp_path / "mine.py").write_text(RIGHT)
-    asked = f"{FROZEN},ddp.gradients.reused-module,ddp.no-sync.sends-nothing,zero1.*"
-    ended = spec_tests("--impl", "mine.py", "--level", "course", "--clause", asked, cwd=tmp_path)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    added = "ddp.no-sync.sends-nothing, ddp.gradients.reused-module"
-    assert f"next: --level correct adds 2 clauses: {added}\n" in ended.stdout, "of what is offered"
-    command = f"python -m spec_tests --impl mine.py --clause '{asked}' --level correct\n"
-    assert command in ended.stdout
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="counts processes under /proc")
@@ -305,37 +292,6 @@ def test_a_clause_that_hung_twice_is_not_run_again(tmp_path: Path):
     assert {event["outcome"] for event in others} == {"skipped", "not_offered"}
     skipped = next(event for event in others if event["outcome"] == "skipped")
     assert f"hung already, in {first['case']} and {second['case']}" in skipped["message"]
-
-
-def test_ranks_of_a_forked_command_come_from_the_zygote_of_the_tests(tmp_path: Path):
-    program = """
-from multiprocessing import forkserver
-from spec_tests.rig.ranks.zygote import start_zygote
-start_zygote()
-print(forkserver._forkserver._forkserver_address, end="")
-"""
-    ended = launch.run(program, folder=tmp_path)
-    assert ended.out == forkserver._forkserver._forkserver_address  # type: ignore[attr-defined]
-
-
-def test_workers_share_the_zygote_of_the_session(tmp_path: Path):
-    (tmp_path / "test_it.py").write_text("""
-import os
-from multiprocessing import forkserver
-import pytest
-
-@pytest.mark.parametrize("number", range(8))
-def test_address(number):
-    assert "TRAINSPEC_ZYGOTE" not in os.environ  # what a worker starts has one of its own
-    address = forkserver._forkserver._forkserver_address
-    open(f"{number}.{os.environ['PYTEST_XDIST_WORKER']}", "w").write(address)
-""")
-    words = "-m pytest -p spec_tests.rig.plugin -p xdist -n 2 -q test_it.py"
-    done = python(*words.split(), cwd=tmp_path, PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")
-    assert done.returncode == 0, done.stdout + done.stderr
-    written = [each for each in tmp_path.iterdir() if each.suffix.startswith(".gw")]
-    assert {each.suffix for each in written} == {".gw0", ".gw1"}
-    assert len({each.read_text() for each in written}) == 1
 
 
 # --------------------------------------------------------------------------------------------- help

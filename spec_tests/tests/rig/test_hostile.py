@@ -8,7 +8,6 @@ sends is data to its parent: all that is data arrives, and nothing else is calle
 from __future__ import annotations
 
 import collections
-import dataclasses
 import os
 import pickle
 from pathlib import Path
@@ -28,7 +27,6 @@ from spec_tests.rig.ranks.world import Worlds
 from spec_tests.rig.report.eventlog import read_log
 from spec_tests.tests.rig import bodies
 from spec_tests.tests.rig.helpers import (
-    MEAN,
     RIGHT,
     RIGHT_BESIDE,
     UNANSWERED,
@@ -71,13 +69,6 @@ def test_patience_wears_out_with_the_function_that_computes_without_end(own: Wor
         assert own.patience(RIGHT_BESIDE) == 4.0, "nobody else has used any of it up"
     with judge.judging(judge.Situation(subject="sharded_optimizer")):
         assert own.patience(endless) == 1.0, "another function of it has its limit, and no more"
-
-
-def test_who_is_judged_stands_in_the_situation():
-    case = {"world": 2, "subject": "ddp_bucketed"}
-    assert runner.situation(MEAN, RIGHT_BESIDE, case, "").subject == "ddp_bucketed"
-    needing = dataclasses.replace(MEAN, judges=(), needs=("train", "ddp"))
-    assert runner.situation(needing, RIGHT_BESIDE, {"world": 2}, "").subject == "train, ddp"
 
 
 def test_a_huge_observation_is_refused_where_it_is_made(own: Worlds, mine):
@@ -180,18 +171,6 @@ def test_a_group_of_its_own_is_left_before_the_rig_makes_one(own: Worlds, mine):
         "dist.init_process_group('gloo', init_method=f'file://{place}/s', rank=0, world_size=1)\n"
     )
     assert judged(mine(text + RIGHT), own).outcome == Outcome.PASSED
-
-
-def test_a_failure_that_is_remembered_does_not_grow_from_clause_to_clause(own: Worlds):
-    own._failed[RIGHT_BESIDE, 1, "gloo", False] = [
-        RankDied("rank 0 exited with 3", 0)
-    ] * world._STARTS
-    depths = []
-    for _ in range(3):
-        with pytest.raises(RankDied) as caught:
-            own.pool(1, RIGHT_BESIDE, "gloo")
-        depths.append(len(caught.traceback))
-    assert depths == depths[:1] * 3
 
 
 # ----------------------------------------------------------------------------------- the whole run

@@ -302,17 +302,6 @@ def test_tensors_of_any_kind_are_judged(tensor: torch.Tensor):
             judge.tensors([{"a": changed}], {"a": tensor}, quantity="x")
 
 
-def test_situations_nest_and_end():
-    inner = judge.Situation(clause="data.order.inner")
-    with judge.judging(SITUATION):
-        with judge.judging(inner), pytest.raises(judge.Violation, match=r"^\[data\.order\.inner\]"):
-            judge.holds(False, "x")
-        with pytest.raises(judge.Violation, match=r"^\[ddp\.gradients\.mean\]"):
-            judge.holds(False, "x")
-    with pytest.raises(judge.Violation, match=r"^\[\(no clause\)\]"):
-        judge.holds(False, "x")
-
-
 # -------------------------------------------------------------------------- bounds and fingerprints
 
 

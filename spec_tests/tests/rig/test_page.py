@@ -279,45 +279,7 @@ def test_a_card_opens_by_keyboard_and_shows_line_pictures_and_finding(file: Path
     assert "<script>alert(1)</script>" in finding.inner_text()
 
 
-def test_a_row_leads_to_the_card_that_has_its_finding(file: Path, browser):
-    visit = Visit(browser, file)
-    visit.page.locator("#expand").click()
-    link = visit.page.get_by_role("link", name="on the card of its cause").last
-    finding = visit.page.locator(f"details[id='{(link.get_attribute('href') or '')[1:]}'] pre")
-    assert not finding.is_visible()
-    link.click()
-    finding.wait_for()
-
-
 # ---------------------------------------------------------------------------- without a browser
-
-
-def test_the_page_of_one_file_is_small_and_names_what_is_not_offered_in_a_line():
-    """A fourth of its clauses fails, each for a cause of its own with a picture of usual size."""
-    usual = {
-        "wrong": {**EVIDENCE["wrong"], "ranks": {rank: ["01" * 15, 5, 6] for rank in "01"}},
-        "lanes": EVIDENCE["lanes"][:2],
-        "memory": {**EVIDENCE["memory"], "points": EVIDENCE["memory"]["points"][:11], "judged": 9},
-    }
-    found: list[Event] = []
-    for number, clause in enumerate(ledger.load_all()):
-        about = {"clause": clause.id, "strength": str(clause.strength), "level": clause.level}
-        found.append({"event": "clause", "clause": clause.id, **ledger.told(clause, [STORY] * 2)})
-        if clause.chapter != "ddp" or clause.level == "production":
-            message = f"[{clause.id}]  It MUST.\nnot offered: {clause.chapter}\ngiven: w2"
-            found.append(result("not_offered", message=message, **about))
-        elif number % 4:
-            found.append(result(**about))
-        else:
-            kind = list(usual)[number // 4 % 3]
-            message = MESSAGE.format(id=clause.id).replace("summed", clause.id)
-            evidence = {kind: usual[kind], "source": EVIDENCE["source"]}
-            found.append(result("failed", message=message, evidence=evidence, **about))
-    page = render_page(log(*found))
-    assert len(page.encode()) < 85_000  # the more, the more clauses there are
-    assert page.count('<details class="absent">') == 1
-    assert '<li>fsdp: <span class="id">fsdp</span></li>' in page
-    assert 'id="fsdp.' not in page
 
 
 def test_a_card_tells_the_story_of_the_near_miss_that_it_is_like(monkeypatch):
@@ -367,11 +329,6 @@ def test_what_stands_in_back_ticks_is_code():
     assert page.count("<code>&lt;zeros&gt;</code>") == 3
     assert '<p class="norm"><code>x</code> MUST.</p>' in page
     assert "Source: <code>x</code>" in page
-
-
-def test_the_banner_names_the_levels():
-    events = log(result(), result(implementation="mine.py"), levels={"solution": "production"})
-    assert "(level production, correct)" in render_page(events)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ import os
 import random
 import sys
 import threading
-import types
 from pathlib import Path
 
 import numpy as np
@@ -211,26 +210,6 @@ def test_the_groups_of_a_mesh_go_with_the_body_and_their_threads_too(worlds: Wor
     assert ranks.leaks == ()
     assert world.run(count_groups) == [1] * 4
     assert world.run(threads_of_gloo) == [[10]] * 4, "the default group's alone, and it gives way"
-
-
-def import_much(ctx: Context) -> None:
-    for number in range(60):
-        name = f"imported_{number}"
-        sys.modules[name] = types.ModuleType(name)
-
-
-def frozen(ctx: Context) -> int:
-    return gc.get_freeze_count()
-
-
-def test_what_a_body_imports_is_not_looked_at_by_later_collections(own: Worlds):
-    world = own.world(1)
-    world.run(frozen)  # imports this file, and what it needs
-    (before,) = world.run(frozen)
-    (after,) = world.run(frozen)
-    assert after <= before, "little was imported; what is frozen may end, and is none then"
-    world.run(import_much)
-    assert world.run(frozen)[0] >= after + 60
 
 
 def test_a_group_that_leaves_a_rank_out_is_refused_there(worlds: Worlds):

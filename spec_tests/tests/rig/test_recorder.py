@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from spec_tests.programs.laws import traffic
 from spec_tests.rig.ranks.rank import Context
-from spec_tests.rig.ranks.recorder import Event, Kind, Log, Recorder
+from spec_tests.rig.ranks.recorder import Kind, Log, Recorder
 from spec_tests.rig.ranks.world import Worlds
 
 N = 6
@@ -165,11 +165,6 @@ def test_marks_stand_among_the_collectives(worlds: Worlds):
         assert log.collectives() == (log.events[1],)
         with pytest.raises(ValueError, match="no event 'never' in"):
             log.position("never")
-
-
-def test_an_event_of_several_dtypes_names_them():
-    event = Event("c10d.allgather_", Kind.GATHER, 3, 18, ("bfloat16", "float64"))
-    assert str(event) == "c10d.allgather_(3 x bfloat16+float64)"
 
 
 # ----------------------------------------------------------------------------------------- bytes

@@ -17,12 +17,11 @@ import torch
 from spec_tests import impls
 from spec_tests.rig import plugin
 from spec_tests.rig.clause import Clause
-from spec_tests.rig.judge import Violation, repeat, replay, runner
+from spec_tests.rig.judge import repeat, replay, runner
 from spec_tests.rig.outcomes import Outcome
 from spec_tests.rig.ranks.errors import DIFFERS
-from spec_tests.rig.ranks.world import World, Worlds
+from spec_tests.rig.ranks.world import Worlds
 from spec_tests.rig.report.eventlog import read_log
-from spec_tests.rig.sim import Schedule
 from spec_tests.tests.rig.helpers import MEAN, clause_named, python
 
 
@@ -45,30 +44,6 @@ def test_a_finding_that_only_a_schedule_shows_passes_on_gloo(worlds: Worlds):
     said = note(worlds, clause, "ddp.waits-for-last-only", subject="ddp_bucketed")
     assert said.startswith("replayed on gloo: ")
     assert said.endswith("; live ranks take no schedule")
-
-
-def test_of_a_property_the_shrunk_example_is_replayed(
-    worlds: Worlds, monkeypatch: pytest.MonkeyPatch
-):
-    def keep(clause: Clause, values: dict[str, Any], world: World) -> str:
-        seen.append(values)
-        return "replayed"
-
-    seen: list[dict[str, Any]] = []
-    monkeypatch.setattr(replay, "_on_gloo", keep)
-    clause = clause_named("ddp.schedule.same-gradients")
-    note(worlds, clause, "ddp.gathers-by-completion", subject="ddp_bucketed")
-    (values,) = seen
-    assert values["subject"] == "ddp_bucketed"
-    assert isinstance(values["schedule"], Schedule)
-
-
-def test_what_passes_is_not_replayed(worlds: Worlds, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(replay, "_on_gloo", lambda *_: pytest.fail("replayed"))
-    clause = clause_named("ddp.gradients.mean")
-    world = worlds.world(2, impls.parse("solution"), transport="sim")
-    with replay.telling(clause, {}, world):
-        clause.test(world=world, subject="ddp", situation="mlp: backward 0")
 
 
 def test_a_torch_without_a_hook_is_told_and_clauses_of_schedules_are_not_judged(
@@ -215,8 +190,11 @@ def test_what_is_written_in_flight_differs_and_simulated_ranks_prove_it(
     assert [line[:7] for line in said[4:]] == ["given: "], "no other story"
 
 
-def test_what_is_the_same_twice_is_told_as_before(worlds: Worlds, tmp_path: Path):
-    said = str(found(worlds, tmp_path, SUMMED))
+@pytest.mark.parametrize("aspect", ["mean", "mean-at-any-seed"])
+def test_what_is_the_same_twice_is_told_as_before(worlds: Worlds, tmp_path: Path, aspect: str):
+    """Of a property the second run has the values that were drawn: others differ."""
+    case = CASE if aspect == "mean" else {"subject": "ddp"}
+    said = str(found(worlds, tmp_path, SUMMED, clause_named(f"ddp.gradients.{aspect}"), **case))
     assert "likely: summed and not divided by the world size" in said
     assert "differs" not in said
 
@@ -226,30 +204,3 @@ def test_state_that_changes_from_call_to_call_is_no_race(worlds: Worlds, tmp_pat
     said = str(found(worlds, tmp_path, COUNTED))
     assert "expected the mean gradient" in said
     assert "differs" not in said
-
-
-def test_a_property_is_run_again_with_the_values_that_it_was_drawn(
-    worlds: Worlds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    seen: list[Any] = []
-
-    def run(clause: Clause, _: Any, case: dict[str, Any], __: Any) -> None:
-        seen.append((clause.test, case))
-
-    monkeypatch.setattr(repeat, "_run", run)
-    clause = clause_named("ddp.gradients.mean-at-any-seed")
-    said = str(found(worlds, tmp_path, SUMMED, clause, subject="ddp"))
-    assert "summed and not divided" in said
-    ((test, case),) = seen
-    assert test is not clause.test
-    assert {"seed", "toy", "subject", "world"} == {*case}
-    assert case["world"] == 3
-
-
-def test_one_case_of_a_clause_is_run_once_more():
-    repeats, function = repeat.Repeats(), (impls.parse("plain"), "ddp")
-    wrong = Violation("x", {"wrong": {"name": "a", "shape": [], "ranks": {}}})
-    assert [repeats._may_try(wrong, MEAN, function) for _ in range(2)] == [True, False]
-    assert not repeats._may_try(Violation("no tensor"), MEAN, function)
-    repeats.known[function] = DIFFERS
-    assert repeats._may_try(wrong, MEAN, function)

@@ -170,22 +170,6 @@ def test_one_more_failing_case_of_a_failing_clause_has_broken():
     assert (change.before, change.after) == ("FAIL (1 of 2 cases)", "FAIL")
 
 
-def test_a_comparison_says_which_causes_are_gone_and_which_have_come():
-    def text(diagnosis: str) -> str:
-        return f"[x]  X MUST.\nrank 0: expected a, got b\nlikely: {diagnosis}"
-
-    kept = [result("failed", clause=f"a.k{n}", message=text("kept")) for n in range(4)]
-    before = log(*kept, result("failed", clause="a.b", message=text("summed")))
-    after = log(*kept[:2], result("failed", clause="c.d", message=text("not waited for")))
-    old, new = data.as_report(before), data.as_report(after)
-    lines = compare.render_comparison(old, new, compare.compare(old, new)).splitlines()
-    assert [line for line in lines if line.startswith("- cause")] == [
-        "- cause gone: summed (1)",
-        "- cause come: not waited for (1)",
-        "- cause still there: kept (4 → 2)",
-    ]
-
-
 def test_reports_without_a_common_implementation_are_refused():
     report = data.as_report(log(result(), implementations=["solution"]))
     other = copy.deepcopy(report)

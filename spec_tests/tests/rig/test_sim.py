@@ -314,25 +314,6 @@ def test_no_program_depends_on_the_schedule(worlds: Worlds, schedule: Schedule):
                 assert all(torch.equal(one, other) for one, other in pairs), program
 
 
-class Fixed:
-    """A world that always observes the same."""
-
-    size = 1
-
-    def __init__(self, *values: float) -> None:
-        self._tensors = [[torch.tensor(value)] for value in values]
-
-    def run(self, *args: object) -> list[object]:
-        return [[self._tensors]]
-
-
-def test_a_disagreement_is_told():
-    (batch,) = programs.batches(0, 1, 2)
-    assert programs.disagreements(batch, Fixed(1.0, 2.0), Fixed(1.0, 2.0)) == []  # type: ignore[arg-type]  # stands for a world
-    (told,) = programs.disagreements(batch, Fixed(1.0, 2.0), Fixed(1.0, 3.0))  # type: ignore[arg-type]  # likewise
-    assert told.startswith("rank 0 of 1, statement 1 of Program(seed=0")
-
-
 def redistributed(ctx: Context) -> dict[str, torch.Tensor]:
     mesh = init_device_mesh("cpu", (ctx.world_size,))
     plane = init_device_mesh("cpu", (ctx.world_size // 2, 2)) if ctx.world_size == 4 else mesh

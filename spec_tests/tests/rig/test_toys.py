@@ -62,7 +62,6 @@ FACTS: dict[str, Callable[[Any], bool]] = {
         [layer for layer in m.children() if not layer.weight.requires_grad] == [m.frozen]
     ),
     "strided": lambda m: not m.transposed.is_contiguous(),
-    "gapped": lambda m: m.columns[0].stride() == (9, 1),
     "even": lambda m: [p.shape[0] % 12 for p in m.parameters()] == [0] * 5,
     "stack": lambda m: (
         [len(list(block.children())) for block in m.blocks] == [2, 2, 2]
@@ -73,43 +72,16 @@ FACTS: dict[str, Callable[[Any], bool]] = {
         for each in (m.conv.weight, m.conv.weight.grad)
     ),
 }
-"""Toy to what its name claims, of it after a backward; more is asserted below."""
+"""Toy to what its name claims, of it after a backward; more is asserted below.
+
+Of a weight that is used twice (tied, reused), one gradient for two (shifted) and parts of a larger
+tensor (gapped) near-misses say so: without it the clauses that they name no longer reject them.
+"""
 
 
 @pytest.mark.parametrize("toy", FACTS)
 def test_a_toy_is_built_as_it_claims(toy: str):
     assert FACTS[toy](backward(toy))
-
-
-CALLS = {"tied": ["encode", "decode"], "reused": ["block", "block"]}
-
-
-@pytest.mark.parametrize("toy", CALLS)
-def test_a_weight_that_is_used_twice_is(toy: str):
-    module, calls = built(toy), []
-    for name in dict.fromkeys(CALLS[toy]):
-        layer = module.get_submodule(name)
-        layer.register_forward_hook(lambda *args, name=name: calls.append(name))
-    module(TOYS[toy].batch(7, rank=0))
-    assert calls == CALLS[toy]
-
-
-def test_tied_is_one_weight_that_counts_once_and_gets_gradient_from_both_uses():
-    module = built("tied")
-    assert module.encode.weight is module.decode.weight
-    both = {n for n, _ in module.named_parameters(remove_duplicate=False)}
-    assert both - {n for n, _ in module.named_parameters()} == {"decode.weight"}
-    module.decode.weight = nn.Parameter(module.decode.weight.detach().clone())
-    backward("tied", module)
-    parts = module.encode.weight.grad, module.decode.weight.grad
-    assert all(bool(part.any()) for part in parts)
-    assert torch.equal(gradients("tied", 7)["encode.weight"], sum(parts))
-
-
-def test_shifted_gives_one_gradient_to_both():
-    module = built("shifted")
-    module.shift.register_hook(torch.Tensor.zero_)
-    assert not backward("shifted", module).first.weight.grad.any()
 
 
 def ready_order(use: str) -> list[str]:

@@ -200,13 +200,6 @@ def test_a_seed_that_is_appended_is_read_again(tmp_path):
     assert seeds.load(tmp_path / "mine.toml") == (seed,)
 
 
-def test_a_seed_that_was_a_clause_is_listed():
-    seed = seeds.Seed("ddp", "mlp: backward 0", "a source", formerly="ddp.former.clause")
-    assert seeds.formerly_clauses([seed, seeds.Seed("ddp", "mlp: backward 1", "another")]) == {
-        "ddp.former.clause": "`mlp: backward 0` of `ddp` on 2 ranks; a source"
-    }
-
-
 def test_a_seed_that_is_not_legal_is_refused(tmp_path):
     seeds.append(tmp_path / "mine.toml", seeds.Seed("ddp", "mlp: accumulate 0, step", ""))
     with pytest.raises(ValueError, match=r"entry 1: expected a situation that is legal for ddp"):
