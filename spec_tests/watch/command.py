@@ -28,7 +28,9 @@ from typing import Any
 
 from spec_tests.rig.clause import Clause
 from spec_tests.rig.report.text import several
-from spec_tests.watch import checks, compare, seen, traffic  # noqa: F401  # checks: norms
+
+# `data`, `numbers`, `reduction` and `replayed` register norms.
+from spec_tests.watch import compare, data, numbers, reduction, replayed, seen, traffic  # noqa: F401
 from spec_tests.watch.child import Child, handed_on
 from spec_tests.watch.norm import NORMS, STEP_CHECKS, Finding, is_must
 from spec_tests.watch.run import Rank, Run, Step

@@ -182,6 +182,11 @@ class Step:
             if len(values) > 1:
                 yield name, kind, values
 
+    def pairs(self) -> Iterator[tuple[int, int]]:
+        """Yield each rank that has data of its own, beside the first rank of its peers."""
+        for first, *others in self.peers():
+            yield from ((first, rank) for rank in others)
+
     @property
     def is_alone(self) -> bool:
         """Whether each rank trained weights of its own from the first step on, as an ensemble."""
@@ -227,7 +232,8 @@ class Step:
         if self.is_alone:
             return []
         if self.run.groups:
-            return [[r for r in group if r in self.events] for group in self.run.groups]
+            found = ([r for r in group if r in self.events] for group in self.run.groups)
+            return [group for group in found if group]
         groups: dict[tuple[int, ...], set[int]] = {}
         for rank in self.events:
             entries = self.layout(rank)

@@ -52,7 +52,7 @@ def collectives_match(sent: dict[int, Collective]) -> Iterator[Finding]:
         alike = (ours.sizes, ours.dtypes) == (theirs.sizes, theirs.dtypes)
         if ours.name != theirs.name or not (alike or any(word in ours.name for word in _FREE)):
             yield Finding(
-                "watch.collectives.match",
+                "",
                 f"rank {rank}: expected {theirs} of rank {first} as collective {ours.number} of "
                 f"group {ours.group}, got {ours}",
                 rank=rank,
@@ -75,7 +75,7 @@ def goes_on(run: Run, now: float, patience: float) -> Iterator[Finding]:
     unequal = len(set(taken.values())) > 1
     counts = ", ".join(f"rank {rank} {steps}" for rank, steps in taken.items())
     yield Finding(
-        "watch.run.goes-on",
+        "",
         f"expected the ranks to go on, got a hang: {waits(run)}",
         min(taken.values(), default=0),
         place=alive[0].place,
@@ -131,7 +131,7 @@ def ends(run: Run) -> Iterator[Finding]:
         words = " ".join(error["text"].split())
         is_held = "" if rank.raised else f", which it handles at {_at(rank)}"
         yield Finding(
-            "watch.run.ends",
+            "",
             f"rank {rank.rank}: expected it to end, got {error['type']}: "
             f"{words[:300]}{is_held}{_after(rank)}",
             max(rank.steps.values(), default=0),
@@ -145,7 +145,7 @@ def ends(run: Run) -> Iterator[Finding]:
     for rank in run.ranks.values():
         if not rank.has_ended and not rank.is_open:
             yield Finding(
-                "watch.run.ends",
+                "",
                 f"rank {rank.rank}: expected it to end, got the end of its process without a word "
                 f"(killed, or out of memory) at {_at(rank)}{_after(rank)}",
                 max(rank.steps.values(), default=0),
@@ -189,7 +189,7 @@ def as_many_steps(run: Run) -> Iterator[Finding]:
         few = min(taken, key=lambda rank: taken[rank])
         many = max(taken, key=lambda rank: taken[rank])
         yield Finding(
-            "watch.steps.as-many",
+            "",
             f"rank {few}: expected {taken[many]} steps as on rank {many}, got {taken[few]}",
             taken[few],
             few,

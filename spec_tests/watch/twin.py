@@ -89,11 +89,11 @@ class Copy:
         if id(parameter) not in self._memo:
             weight = self._weights.get((id(module), name))
             if weight is None:
-                raise CannotReplayError(
-                    f"full weights of {self._names.of.get(id(parameter), name)!r} were not seen"
-                )
+                full = self._names.of(parameter).name or name
+                raise CannotReplayError(f"full weights of {full!r} were not seen")
             shard = self._names.shards.get((id(module), name))
-            full = self._names.of.get(id(shard[1]() if shard else parameter), name)
+            known = shard[1]() if shard else parameter
+            full = name if known is None else self._names.of(known).name or name
             if shard and weight.dtype != local_of(parameter).dtype:
                 self.dtype = weight.dtype
             if getattr(parameter, "_backward_hooks", None):
