@@ -14,6 +14,7 @@ from typing import Any
 
 from spec_tests.rig.report.templates import of_pages, unindented
 from spec_tests.rig.report.text import several
+from spec_tests.watch.verdict import seen_in_words
 
 _LEFT, _WIDE, _TOP, _LANE = 64, 860, 18, 30
 _LABEL = 44  # least distance between two step numbers
@@ -52,12 +53,9 @@ def _in_order(norms: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
 
 def _verdict(data: Mapping[str, Any]) -> str:
     musts = sum(cause["strength"] == "MUST" for cause in data["causes"])
-    advice = len(data["causes"]) - musts
     found = several(musts, "cause") if musts else "Advice alone, under --strict,"
-    seen = f"{several(data['steps'], 'step')} of {several(data['ranks'], 'rank')}"
-    words = f"{found if data['status'] else 'Nothing wrong'} in {seen}{data.get('replayed', '')}"
-    verb = "are" if advice > 1 else "is"
-    return words + (f"; {several(advice, 'finding')} {verb} advice" if advice else "")
+    of = (data["steps"], data["ranks"], data.get("replayed", ""), len(data["causes"]) - musts)
+    return f"{found if data['status'] else 'Nothing wrong'} in {seen_in_words(*of)}"
 
 
 def _result(norm: Mapping[str, Any], data: Mapping[str, Any], is_judged: bool) -> dict[str, str]:

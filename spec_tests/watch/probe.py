@@ -191,8 +191,8 @@ class Probe:
         taken = (each.steps for each in self.optimizers.values() if ids & each.ids)
         if max(taken, default=0) + 1 == self.options["replay"]:
             if module not in self.recordings:
-                self.recordings[module] = Recording(module, self.names)
-            self.recordings[module].begin(arguments, keywords or {})
+                self.recordings[module] = Recording(self.names)
+            self.recordings[module].begin(module, arguments, keywords or {})
 
     def _count_backwards(self, parameters: Iterable[Tensor]) -> None:
         for parameter in parameters:
@@ -251,11 +251,12 @@ class Probe:
         """Compute the gradients of a step again, if it is the one that was asked for."""
         if watched.steps + 1 != self.options["replay"]:
             return None
-        own = self.models_of(watched)
-        recordings = [self.recordings.pop(model) for model in own]
+        recordings = {model: self.recordings.pop(model) for model in self.models_of(watched)}
         rank = dist.get_rank() if dist.is_initialized() else 0
         path = Path(self.options["scratch"]) / f"optimizer{watched.number}-rank{rank}.pt"
-        return finish(recordings, watched, path) if own else {"reason": "no forward was seen"}
+        if not recordings:
+            return {"reason": "no forward was seen"}
+        return finish(recordings, watched, path)
 
     def loose(self) -> list[list[str]]:
         """Return parameters with gradients that no optimizer holds, and held ones of no module."""

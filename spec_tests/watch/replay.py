@@ -8,37 +8,48 @@ holds the mean over the ranks against the gradients that the optimizer was given
 
 from __future__ import annotations
 
+import copy
+import functools
 import random
 import sys
-import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from .guard import Current
 from .layout import Names, full_weights, is_dtensor, local_of
-from .twin import CannotReplayError, Copy, refusing_collectives, refusing_freed_memory
+
+_WRAPPERS = {
+    "DistributedDataParallel": "module",
+    "OptimizedModule": "_orig_mod",
+    "CheckpointWrapper": "_checkpoint_wrapped_module",
+}
+_INTERNAL = set(nn.Module().__dict__)  # what every module has, and is copied by itself
+_MAKE_WEIGHTS = ("torch.nn.utils.weight_norm", "torch.nn.utils.spectral_norm")
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+class CannotReplayError(Exception):
+    """Why a step cannot be computed again."""
 
 
 class Recording:
     """What went into one step of one model on this rank: its micro-batches and its weights."""
 
-    def __init__(self, model: nn.Module, names: Names) -> None:
-        self._model = weakref.ref(model)
+    def __init__(self, names: Names) -> None:
         self._names = names
         self._batches: list[Batch] = []
         self._weights: dict[tuple[int, str], Tensor] = {}
         self._buffers: dict[int, Tensor] = {}
 
-    def begin(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+    def begin(self, model: nn.Module, arguments: tuple[Any, ...], keywords: Any) -> None:
         """Keep what a training forward begins with."""
-        model = self._model()
-        assert model is not None
         if not self._batches:  # a forward of another optimizer's turn has changed them
             self._buffers = {id(b): b.clone() for b in model.buffers()}
         device = next((p.device.type for p in model.parameters()), "cpu")
@@ -57,13 +68,6 @@ class Recording:
         if self._batches and not self._batches[-1].is_watched:
             self._batches[-1].watch(output)
 
-    @property
-    def draws_its_own(self) -> bool:
-        """Whether compiled code drew random numbers: not those that the plain copy draws."""
-        model = self._model()
-        is_compiled = model is not None and any(map(_is_compiled, model.modules()))
-        return is_compiled and any(batch.is_random for batch in self._batches)
-
     def stepped(self) -> None:
         """An optimizer has taken a step with the gradients that have arrived."""
         for batch in self._batches:
@@ -81,43 +85,45 @@ class Recording:
         for batch in self._batches:
             batch.was_accumulated = batch.was_accumulated or batch.task == task
 
-    def _batches_of_step(self, usual: int | None) -> list[Batch]:
+    def _batches_of_step(self, model: nn.Module, usual: int | None) -> list[Batch]:
         """Return the micro-batches that belong to the step.
 
         Those that were cleared belong to an update that the script has skipped if the others are as
         many as usual; if not, they are missing.
         """
-        model = self._model()
-        is_sharded = model is not None and any(map(is_dtensor, model.parameters()))
+        is_sharded = any(map(is_dtensor, model.parameters()))
         # One that no parameter got a gradient from was differentiated for something else.
         batches = [b for b in self._batches if b.was_accumulated or is_sharded]
         kept = [batch for batch in batches if not batch.was_cleared]
         return kept if usual == len(kept) else batches
 
-    def gradients(self, usual: int | None) -> tuple[dict[str, Any], dict[str, Tensor], int]:
+    def gradients(
+        self, model: nn.Module, usual: int | None
+    ) -> tuple[dict[str, Any], dict[str, Tensor], int, bool]:
         """Compute this rank's gradients.
 
         Returns:
             name to the gradient and its sum of absolute values; name to the last micro-batch's
-            gradient; the number of micro-batches.
+            gradient; the number of micro-batches; whether the copy draws the same random numbers.
         """
-        model = self._model()
-        if model is None:
-            raise CannotReplayError("the model is gone")
         plain = Copy(self._names, self._weights, self._buffers)
         twin = plain.of(model)
         found: dict[str, tuple[Tensor, Tensor]] = {}
-        batches = self._batches_of_step(usual)
+        batches = self._batches_of_step(model, usual)
         last: dict[str, Tensor] = {}
         for batch in batches:
             last = batch.run(twin, plain) or last
             for name, new in last.items() if batch.arrived else ():
                 total, size = found.get(name, (torch.zeros_like(new), torch.zeros_like(new)))
                 found[name] = (total + new, size + new.abs())
-        return found, last, sum(bool(batch.arrived) for batch in batches)
+        # Compiled code draws numbers of its own.
+        is_exact = not (
+            any(b.is_random for b in batches) and any(map(_is_compiled, model.modules()))
+        )
+        return found, last, sum(bool(batch.arrived) for batch in batches), is_exact
 
 
-def finish(recordings: Iterable[Recording], watched: Any, path: Path) -> dict[str, Any]:
+def finish(recordings: dict[nn.Module, Recording], watched: Any, path: Path) -> dict[str, Any]:
     """Compute the gradients of an optimizer's models, and write them beside what it was given.
 
     Returns:
@@ -125,13 +131,13 @@ def finish(recordings: Iterable[Recording], watched: Any, path: Path) -> dict[st
     """
     expected: dict[str, tuple[Tensor, Tensor]] = {}
     last: dict[str, Tensor] = {}
-    batches, recordings = 0, list(recordings)
+    batches, is_exact = 0, True
     try:
-        for recording in recordings:
-            found, of_last, count = recording.gradients(watched.usual)
+        for model, recording in recordings.items():
+            found, of_last, count, is_same = recording.gradients(model, watched.usual)
             expected |= found
             last |= of_last
-            batches = max(batches, count)
+            batches, is_exact = max(batches, count), is_exact and is_same
         if not batches:
             raise CannotReplayError("no gradient arrived at an output of the model")
     except CannotReplayError as reason:
@@ -148,7 +154,6 @@ def finish(recordings: Iterable[Recording], watched: Any, path: Path) -> dict[st
                 earlier[entry.name] = watched.earlier[id(parameter)].to("cpu")
     saved = {"expected": expected, "actual": actual, "parts": parts}
     torch.save({**saved, "last": last, "earlier": earlier}, path)
-    is_exact = not any(recording.draws_its_own for recording in recordings)
     return {"path": str(path), "batches": batches, "is_exact": is_exact}
 
 
@@ -167,7 +172,7 @@ class Batch:
         self._dtype = torch.get_autocast_dtype(device) if self._casts else None
         self.arrived: dict[int, Tensor] = {}
         self.task = -1  # the backward in which they arrived
-        self.is_double = self.is_over = self.was_accumulated = False
+        self.is_double = self.was_accumulated = False
         self.is_watched = self.is_random = self.was_used = self.was_cleared = False
 
     def watch(self, output: Any) -> None:
@@ -180,7 +185,7 @@ class Batch:
             if tensor.requires_grad and not tensor.is_leaf:
 
                 def keep(gradient: Tensor | None, index: int = index) -> None:
-                    if gradient is None or self.is_over:  # autograd hands on that nothing came
+                    if gradient is None:  # autograd hands on that nothing came
                         return
                     self.task = torch._C._current_graph_task_id()
                     self.is_double = self.is_double or gradient.requires_grad
@@ -191,7 +196,6 @@ class Batch:
 
     def run(self, model: nn.Module, plain: Copy) -> dict[str, Tensor]:
         """Run a plain model forward and backward as the script's was run; return its gradients."""
-        self.is_over = True  # nothing that arrives from now on is the step's
         if not self.arrived:
             return {}
         if self.is_double:
@@ -211,48 +215,19 @@ class Batch:
                 outputs = _outputs(model(*arguments, **keywords))
                 chosen = [outputs[index] for index in self.arrived]
                 grads = [g.to(o.dtype) for g, o in zip(self.arrived.values(), chosen, strict=True)]
+                # What arrives at logits that the model also makes its loss of came through the loss
+                # for a part: that part is not to come again.
+                for output, gradient in zip(chosen, grads, strict=True):
+                    output.register_hook(lambda _, arrived=gradient: arrived)
             trained = {n: p for n, p in plain.parameters.items() if p.requires_grad}
             # Not backward(): whatever the copy still shares with the script gets no gradient.
-            found = torch.autograd.grad(
-                chosen, list(trained.values()), _from_outside(chosen, grads), allow_unused=True
-            )
+            found = torch.autograd.grad(chosen, [*trained.values()], grads, allow_unused=True)
             pairs = zip(trained, found, strict=True)
             dense = {n: g.to_dense() if g.is_sparse else g for n, g in pairs if g is not None}
             return {n: g.to("cpu", torch.float64) for n, g in dense.items()}
         finally:
             Current.is_replaying = False
             _set_random_state(before)
-
-
-def _from_outside(outputs: Sequence[Tensor], arrived: Sequence[Tensor]) -> list[Tensor]:
-    """Return the gradients that came from outside the model.
-
-    What arrives at logits that the model also makes its loss of came through the loss for a part,
-    and will come again.
-    """
-    made_of = [
-        {
-            j
-            for j, other in enumerate(outputs)
-            if i != j
-            and torch.autograd.grad(output, other, arrived[i], True, allow_unused=True)[0]
-            is not None
-        }
-        for i, output in enumerate(outputs)
-    ]
-    found: dict[int, Tensor] = {}
-    while len(found) < len(outputs):
-        # One that no output is made of but those whose outside is known.
-        j = next(
-            j
-            for j in range(len(outputs))
-            if j not in found and all(i in found for i, of in enumerate(made_of) if j in of)
-        )
-        found[j] = arrived[j]
-        for i in found:
-            if j in made_of[i]:
-                found[j] = found[j] - torch.autograd.grad(outputs[i], outputs[j], found[i], True)[0]
-    return [found[j] for j in range(len(outputs))]
 
 
 def _is_compiled(module: nn.Module) -> bool:
@@ -296,3 +271,159 @@ def _part(parameter: Any) -> tuple[int, int, int] | None:
         if not placement.is_replicate():
             return placement.dim, parameter.device_mesh.size(mesh_dim), at[mesh_dim]
     return None
+
+
+# ---------------------------------------------------------------------------------- the plain copy
+
+
+class Copy:
+    """Builds a plain copy of a model: full weights, and neither wrappers nor hooks."""
+
+    def __init__(
+        self, names: Names, weights: dict[tuple[int, str], Tensor], buffers: dict[int, Tensor]
+    ) -> None:
+        self._names, self._weights, self._buffers = names, weights, buffers
+        self._memo: dict[Any, Any] = {}
+        self._alive: list[Any] = []
+        self._twins: list[nn.Module] = []
+        self.parameters: dict[str, nn.Parameter] = {}
+        self.dtype: torch.dtype | None = None
+
+    def of(self, module: nn.Module) -> nn.Module:
+        """Return the copy of a module and all that is in it."""
+        copied = self._twin(module)
+        with refusing_freed_memory():
+            for twin in self._twins:  # when each is known: an attribute may hold a sibling
+                self._own_attributes(twin)
+        return copied
+
+    def _twin(self, module: nn.Module) -> nn.Module:
+        """Return the copy of a module; one that occurs twice is copied once."""
+        kind = type(module)
+        if any(base.__name__ == "FSDPModule" for base in kind.__bases__[:-1]):
+            kind = kind.__bases__[-1]  # fully_shard made a class of both
+        inner = _WRAPPERS.get(kind.__name__)
+        if inner:
+            return self._twin(getattr(module, inner))
+        if id(module) in self._memo:
+            return self._memo[id(module)]
+        if isinstance(module, torch.jit.ScriptModule):
+            raise CannotReplayError("a ScriptModule cannot be copied")
+        if "SyncBatchNorm" in kind.__name__ or kind.__name__ == "FullyShardedDataParallel":
+            raise CannotReplayError(f"{kind.__name__} communicates in its forward")
+        _refuse_hooks(module)
+        twin = self._memo[id(module)] = kind.__new__(kind)
+        self._twins.append(twin)
+        state = module.__dict__
+        # A tensor that the last forward left behind is missing: a forward that reads it says so.
+        left = [n for n, v in state.items() if isinstance(v, Tensor) and v.grad_fn is not None]
+        twin.__dict__.update(
+            {n: type(v)() if n.endswith("_hooks") else v for n, v in state.items() if n not in left}
+        )
+        twin._forward_pre_hooks.update(_reparametrisations(module))
+        twin.__dict__["_compiled_call_impl"] = None
+        twin.__dict__["_modules"] = {n: m and self._twin(m) for n, m in state["_modules"].items()}
+        twin.__dict__["_parameters"] = {
+            n: self._parameter(module, n, p) for n, p in state["_parameters"].items()
+        }
+        twin.__dict__["_buffers"] = {
+            n: b if b is None else self._buffers.get(id(b), b).clone()
+            for n, b in state["_buffers"].items()
+        }
+        return twin
+
+    def _parameter(self, module: nn.Module, name: str, parameter: Any) -> nn.Parameter | None:
+        if parameter is None:
+            return None
+        if id(parameter) not in self._memo:
+            weight = self._weights.get((id(module), name))
+            if weight is None:
+                full = self._names.of(parameter).name or name
+                raise CannotReplayError(f"full weights of {full!r} were not seen")
+            shard = self._names.shards.get((id(module), name))
+            known = shard[1]() if shard else parameter
+            full = name if known is None else self._names.of(known).name or name
+            if shard and weight.dtype != local_of(parameter).dtype:
+                self.dtype = weight.dtype
+            if getattr(parameter, "_backward_hooks", None):
+                raise CannotReplayError(f"{full!r} has a hook that may change its gradient")
+            twin = nn.Parameter(weight.clone(), requires_grad=parameter.requires_grad)
+            self._memo[id(parameter)] = self.parameters[full] = twin
+        return self._memo[id(parameter)]
+
+    def _own_attributes(self, twin: nn.Module) -> None:
+        """Let attributes that hold modules or parameters hold the copies."""
+        for name in twin.__dict__.keys() - _INTERNAL:
+            value = twin.__dict__[name]
+            if value is None or isinstance(value, bool | int | float | str):
+                continue
+            # Its own: what a copy that fails has begun, nothing else may be made of.
+            memo = {**self._memo, "torch": dict(self._memo.get("torch", {}))}
+            try:
+                twin.__dict__[name] = copy.deepcopy(value, memo)
+            except Exception:  # a process group, a lock, freed weights: the copy shares it
+                continue
+            self._alive.append(memo.pop(id(memo), None))  # whose ids the memo has
+            self._memo = memo
+
+
+def _reparametrisations(module: nn.Module) -> dict[int, Any]:
+    """Return the hooks that make a weight from other parameters, which hold no tensor."""
+    hooks = module._forward_pre_hooks.items()
+    return {key: hook for key, hook in hooks if type(hook).__module__ in _MAKE_WEIGHTS}
+
+
+def _refuse_hooks(module: nn.Module) -> None:
+    wrapper = next((k for k in type(module).__mro__ if k.__name__ == "FSDPModule"), None)
+    package = wrapper.__module__.rpartition(".")[0] if wrapper is not None else ""
+    for kind in _HOOKS:
+        for hook in getattr(module, kind).values():
+            while isinstance(hook, functools.partial):
+                hook = hook.func
+            place = getattr(hook, "__module__", None) or ""
+            if type(hook).__module__ in _MAKE_WEIGHTS:
+                continue
+            if not place.startswith(("torch.distributed.", package or "torch.distributed.")):
+                raise CannotReplayError(
+                    f"a {type(module).__name__} has a hook of {place or 'its own'}"
+                )
+
+
+class Refusing(TorchDispatchMode):
+    """Refuses operations for a reason, if `is_refused(operation, arguments)`."""
+
+    def __init__(self, reason: str, is_refused: Callable[[Any, Any], bool]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it bare
+        self._reason, self._is_refused = reason, is_refused
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if self._is_refused(func, (args, kwargs)):
+            raise CannotReplayError(self._reason)
+        return func(*args, **(kwargs or {}))
+
+
+def refusing_freed_memory() -> Refusing:
+    """Refuse to read weights that a wrapper has freed: PyTorch's kernels do not look."""
+    return Refusing(
+        "it reads weights whose memory is freed",
+        lambda _, given: any(map(_is_freed, torch.utils._pytree.tree_leaves(given))),
+    )
+
+
+def refusing_collectives() -> Refusing:
+    """Refuse a forward that communicates: it would do so in the script's groups."""
+    return Refusing(
+        "the model communicates in its forward",
+        lambda operation, _: operation.namespace in ("c10d", "_c10d_functional"),
+    )
+
+
+def _is_freed(value: object) -> bool:
+    local: Any = getattr(value, "_local_tensor", value)
+    try:
+        is_tensor = isinstance(local, Tensor) and local.numel() > 0
+        return bool(is_tensor and not local.untyped_storage().nbytes())
+    except (RuntimeError, NotImplementedError):  # sparse, or of a class that has no storage
+        return False

@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from spec_tests.watch.norm import Finding
 
@@ -24,16 +24,15 @@ NAME_REPLICAS = "name the ranks that are replicas, as --replicas 0,1"
 _FLOATS = {"Float", "Double", "Half", "BFloat16"}
 
 
-@dataclass(frozen=True)
-class Collective:
+class Collective(NamedTuple):
     """One entry of a rank's flight recorder."""
 
     time: int
     group: str
     number: int
     name: str
-    sizes: tuple[tuple[int, ...], ...]
-    dtypes: tuple[str, ...]
+    sizes: Sequence[Sequence[int]]
+    dtypes: Sequence[str]
 
     @property
     def numel(self) -> int:
@@ -84,7 +83,7 @@ class Rank:
     def beat(self, event: Event, now: float) -> None:
         """Take a heartbeat: a rank is still if it waits at one place and uses no processor."""
         self.place, self.waits = event["place"], event["waits"]
-        self.pending = _collective([0, *event["pending"]]) if event["pending"] else None
+        self.pending = Collective(0, *event["pending"]) if event["pending"] else None
         if event["error"] is None or self.handling is None:
             self.handling = None if event["error"] is None else {**event["error"], "t": event["t"]}
         state = (self.place, self.waits, self.issued, sum(self.steps.values()))
@@ -324,7 +323,7 @@ class Run:
             generation += number < last or number == last == 1
             rank.generations[group] = (generation, number)
             label = f"{group}'{generation}" if generation else group
-            found.append(_collective([when, label, number, name, sizes, dtypes]))
+            found.append(Collective(when, label, number, name, sizes, dtypes))
         rank.window += found
         rank.last += found
         rank.issued += len(found)
@@ -380,8 +379,3 @@ def unequal(step: Step, key: str, *, every: bool = False) -> Iterator[tuple[str,
         different = [rank for rank, value in values.items() if value != first]
         if different:
             yield name, different[0], values
-
-
-def _collective(fields: Sequence[Any]) -> Collective:
-    time, group, number, name, sizes, dtypes = fields
-    return Collective(time, group, number, name, tuple(map(tuple, sizes)), tuple(dtypes))

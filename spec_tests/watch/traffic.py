@@ -66,8 +66,8 @@ def goes_on(run: Run, now: float, patience: float) -> Iterator[Finding]:
     """Ranks MUST NOT wait for each other for ever."""
     alive = [r for r in run.ranks.values() if r.is_alive]
     gone = [r for r in run.ranks.values() if not r.is_alive]
-    pending = {r.pending for r in alive}
-    if len(pending) == 1 and pending != {None} and not gone:
+    pending = [r.pending for r in alive]
+    if any(pending) and pending == pending[:1] * len(pending) and not gone:
         patience = max(_SLOW_SECONDS, patience)  # all of them are in it: it may be slow
     if not all_wait(alive, now, patience / 2 if gone else patience):
         return

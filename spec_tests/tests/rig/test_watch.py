@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from spec_tests.tests.rig.helpers import ROOT, python
 from spec_tests.tests.rig.watched import SCRIPTS, find
 from spec_tests.tests.rig.watched.trial import Outcome, run
-from spec_tests.watch import replayed, traffic, twin
+from spec_tests.watch import replay, replayed, traffic
 from spec_tests.watch.command import norms
 from spec_tests.watch.layout import Names
 from spec_tests.watch.norm import Finding
@@ -246,10 +246,10 @@ print("fingerprint 0", hashlib.sha256(state + repr(random.random()).encode()).he
     assert not any(" failed" in each for each in outcome.verdict.unseen), shown(outcome)
 
 
-def copied(model: nn.Sequential) -> tuple[twin.Copy, Any]:
+def copied(model: nn.Sequential) -> tuple[replay.Copy, Any]:
     (names := Names()).learn(model)
     seen = {(id(each), n): p.data for each in model for n, p in each.named_parameters()}
-    return (copy := twin.Copy(names, seen, {})), copy.of(model)
+    return (copy := replay.Copy(names, seen, {})), copy.of(model)
 
 
 def test_the_copy_of_a_model_whose_attributes_hold_siblings_is_whole():
@@ -270,7 +270,7 @@ def test_what_cannot_be_copied_is_shared_by_all_who_have_it():
 def test_a_hook_of_the_scripts_own_is_not_left_out_of_the_copy():
     model = nn.Sequential(nn.Linear(2, 2))
     model[0].register_forward_hook(functools.partial(lambda factor, *seen: factor * seen[-1], 3.0))
-    with pytest.raises(twin.CannotReplayError, match="has a hook of"):
+    with pytest.raises(replay.CannotReplayError, match="has a hook of"):
         copied(model)
 
 
