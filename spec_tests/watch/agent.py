@@ -353,12 +353,12 @@ def _handed_on(child: Any) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread may set handlers
         return
-    numbers = (signal.SIGTERM, signal.SIGHUP)
-    before = [signal.signal(n, lambda number, _: child.stop(number)) for n in numbers]
+    signals = (signal.SIGTERM, signal.SIGHUP)
+    before = [signal.signal(n, lambda number, _: child.stop(number)) for n in signals]
     try:
         yield
     finally:
-        for number, handler in zip(numbers, before, strict=True):
+        for number, handler in zip(signals, before, strict=True):
             signal.signal(number, handler)
 
 
