@@ -59,7 +59,6 @@ class Rank:
     steps: dict[int, int] = field(default_factory=dict)
     forwards: int = 0
     window: deque[Collective] = field(default_factory=lambda: deque(maxlen=4096))
-    last: deque[Collective] = field(default_factory=lambda: deque(maxlen=6))
     issued: int = 0
     missed: int = 0
     read_until: int = 0
@@ -99,6 +98,11 @@ class Rank:
     def is_alive(self) -> bool:
         """Whether it may still take part in a collective."""
         return self.is_open and not self.has_ended and self.raised is None
+
+    @property
+    def at(self) -> str:
+        """The line where it was last seen."""
+        return self.place or "an unknown line"
 
     @property
     def progress(self) -> tuple[int, ...]:
@@ -325,7 +329,6 @@ class Run:
             label = f"{group}'{generation}" if generation else group
             found.append(Collective(when, label, number, name, sizes, dtypes))
         rank.window += found
-        rank.last += found
         rank.issued += len(found)
         self.has_all_to_all |= any(each.name.startswith(_EXCHANGES) for each in found)
         rank.still_since = None if found else rank.still_since
