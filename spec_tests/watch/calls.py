@@ -14,7 +14,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from .guard import Current, observe, outwards, quiet, watching
-from .layout import Names, is_dtensor, local_of
+from .layout import is_dtensor, local_of
 from .link import script_line, script_path
 from .window import KEPT, Window
 
@@ -40,16 +40,21 @@ def start() -> None:
     observe("clip_grad_norm_", nn.utils, nn.utils.clip_grad, around=clip_grad_norm)
     observe("step", torch.optim.lr_scheduler.LRScheduler, before=_scheduled)
     observe("scale", scaler, before=_scaled)
-    observe("unscale_", scaler, before=_unscaled)
+    observe("unscale_", scaler, before=lambda probe, own, _: probe.scaled.discard(id(own)))
     observe("backward", torch.autograd, before=_begun)
     observe("cross_entropy", nn.functional, after=_weighed)
     observe("checkpoint", torch.utils.checkpoint, around=checkpoint, is_watched=watching)
     if dist.is_available():
         both = (dist, dist.distributed_c10d)  # where `P2POp` compares with what it is given
-        for name in ("send", "recv", "isend", "irecv"):
+        for name in ("send", "recv", "isend", "irecv"):  # gloo's flight recorder leaves them out
             observe(name, *both, before=_exchanged)
         observe("all_reduce", *both, around=all_reduce)
-        observe("__enter__", torch.distributed.algorithms.join.Join, before=_joined)
+        join = torch.distributed.algorithms.join.Join  # uneven inputs are meant
+        observe("__enter__", join, before=lambda probe, _: probe.connect().send("join"))
+
+
+def _exchanged(probe: Any, *arguments: Any, **keywords: Any) -> None:
+    probe.connect().has_messages = True
 
 
 def clip_grad_norm(
@@ -60,34 +65,32 @@ def clip_grad_norm(
     with_gradient = [p for p in parameters if p.grad is not None]
     kind = float(rest[0] if rest else keywords.get("norm_type", 2.0))
     norms: list[float] = []
-
-    def take(probe: Any) -> None:
-        norms.extend(_norms(with_gradient, kind))
-
-    def compare(probe: Any) -> None:
-        if norms:
-            index = max(range(len(norms)), key=norms.__getitem__)
-            del probe.clips[:-8]  # of parameters that no optimizer has
-            probe.clips.append(
-                {
-                    "max": float(max_norm),
-                    "kind": kind,
-                    "parts": [
-                        _contribution(probe.names, p, norm)
-                        for p, norm in zip(with_gradient, norms, strict=True)
-                    ],
-                    "place": script_line(),
-                    "largest": with_gradient[index],
-                    "backwards": probe.window.backwards(with_gradient),
-                    "norm": norms[index],
-                    "clipped": _norms([with_gradient[index]], kind)[0],
-                }
-            )
-
-    quiet(take)()
+    quiet(lambda probe: norms.extend(_norms(with_gradient, kind)))()
     result = original(parameters, max_norm, *rest, **keywords)
-    quiet(compare)()
+    if norms:
+        quiet(_clipped)(with_gradient, norms, kind, float(max_norm))
     return result
+
+
+def _clipped(
+    probe: Any, parameters: list[Tensor], norms: list[float], kind: float, most: float
+) -> None:
+    largest = max(range(len(norms)), key=norms.__getitem__)
+    entries = [probe.names.entry(p, "?") for p in parameters]
+    del probe.clips[:-8]  # of parameters that no optimizer has
+    probe.clips.append(
+        {
+            "max": most,
+            "kind": kind,
+            # Each norm on this rank, and which part of the whole that is.
+            "parts": [[n, e.kind, list(e.shard)] for n, e in zip(norms, entries, strict=True)],
+            "place": script_line(),
+            "largest": parameters[largest],
+            "backwards": probe.window.backwards(parameters),
+            "norm": norms[largest],
+            "clipped": _norms([parameters[largest]], kind)[0],
+        }
+    )
 
 
 def _norms(parameters: list[Any], kind: float) -> list[float]:
@@ -95,12 +98,6 @@ def _norms(parameters: list[Any], kind: float) -> list[float]:
     parts = [local_of(p.grad) for p in parameters]
     found = [torch.linalg.vector_norm(g, kind, dtype=torch.float32) for g in parts]
     return [] if not found else torch.stack(found).tolist()
-
-
-def _contribution(names: Names, parameter: Tensor, norm: float) -> list[Any]:
-    """Return a gradient's norm on this rank, and which part of the whole that is."""
-    entry = names.entry(parameter, "?")
-    return [norm, entry.kind, list(entry.shard)]
 
 
 def norm_again(probe: Any, parameters: list[Any]) -> dict[str, Any] | None:
@@ -159,16 +156,6 @@ def _loaded(probe: Any, optimizer: Any, before: list[dict[str, Any]]) -> None:
     }
 
 
-def _joined(probe: Any, context: Any) -> None:
-    """The script enters `Join`: uneven inputs are meant."""
-    probe.connect().send("join")
-
-
-def _exchanged(probe: Any, *arguments: Any, **keywords: Any) -> None:
-    """The script sends or receives, which the flight recorder of gloo leaves out."""
-    probe.connect().has_messages = True
-
-
 def _scheduled(probe: Any, scheduler: Any, *arguments: Any, **keywords: Any) -> None:
     """Count how often a schedule is stepped since the last step of an optimizer."""
     counted = probe.window.scheduled.setdefault(id(scheduler), [0, script_line()])
@@ -180,10 +167,6 @@ def _scaled(probe: Any, scaler: Any, outputs: Any) -> None:
     if scaler.is_enabled():
         probe.scaled.add(id(scaler))
         probe.has_scaler = True
-
-
-def _unscaled(probe: Any, scaler: Any, optimizer: Any) -> None:
-    probe.scaled.discard(id(scaler))
 
 
 def checkpoint(original: Any, function: Any, *arguments: Any, **keywords: Any) -> Any:
@@ -216,11 +199,11 @@ def _weighed(
 
 def _keep(probe: Any, tokens: Tensor | None, of: str, value: Tensor) -> dict[str, Any]:
     """Keep a loss; what it weighs is known when its gradient arrives."""
-    loss = {"tokens": tokens, "weight": None, "of": of, "value": value.detach(), "task": 0}
+    loss = {"tokens": tokens, "weight": None, "of": of, "task": 0}
     # A mean by hand may be one of several losses; tokens are of one, on whatever line it is called.
     place = script_line()
     loss |= {"place": place, "path": place if tokens is not None else script_path()}
-    loss |= {"is_cleared": False, "is_whole": False}
+    loss |= {"is_bad": ~value.detach().isfinite(), "is_cleared": False, "is_whole": False}
     del probe.window.losses[:-KEPT]
     probe.window.losses.append(loss)
     return loss
@@ -237,18 +220,19 @@ def _begun(probe: Any, tensors: Any, *rest: Any, **keywords: Any) -> None:
     if isinstance(tensors, Tensor) and tensors.numel() == 1 and not is_nested:
         del probe.window.roots[:-KEPT]
         probe.window.roots.append(tensors.detach())
-    is_linear = True
+    is_linear = not is_nested
     for _ in range(8):  # such as a division, and a GradScaler's product
-        if node is None or _LOSS in node.metadata:
-            break
+        if node is None:
+            return
+        if _LOSS in node.metadata:
+            node.metadata[_LOSS]["is_whole"] = True
+            return
         name = node.name().partition("Backward")[0]
-        if is_linear and name in _MEANS and not is_nested:
+        if is_linear and name in _MEANS:
             _begun_with_mean(probe, tensors, node, name)
             return
         is_linear = is_linear and name in _LINEAR
         node = _before(node)
-    if node is not None and _LOSS in node.metadata:
-        node.metadata[_LOSS]["is_whole"] = True
 
 
 def _before(node: Any) -> Any:

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from .guard import outwards
+from .guard import Current, outwards
 
 BEAT_SECONDS = 1.0
 _OWN = f"{Path(__file__).parent}{os.sep}"
@@ -271,3 +271,44 @@ def is_own(frame: Any) -> bool:
     name = frame.f_code.co_filename
     is_in_a_library = any(folder in name for folder in ("site-packages", "dist-packages"))
     return not (name.startswith((*_INSTALLED, *_BARE)) or is_in_a_library)
+
+
+# ------------------------------------------------------------------------------ the end of the rank
+
+
+def raised(hidden: Any, kind: Any, error: Any, trace: Any) -> None:
+    """Say that an exception ends this rank, then hand it to the hook that this one hides."""
+    link = Current.probe.link if Current.probe is not None else None
+    if link is not None:
+        link.send_collectives()
+        link.send("raised", **error_fields(error, trace))
+    hidden(kind, error, trace)
+
+
+def ended() -> None:
+    """Say that this rank ends by itself."""
+    probe = Current.probe
+    if probe is not None and probe.link is not None:
+        probe.link.rest()
+        probe.link.send_collectives()
+        probe.link.send("end", forwards=len(probe.window.forwards))
+
+
+def spawned(original: Any, function: Any, *rest: Any) -> Any:
+    """Run what `torch.multiprocessing.spawn` starts, whose exceptions reach no hook."""
+
+    def reported(*arguments: Any) -> Any:
+        try:
+            return function(*arguments)
+        except Exception as error:
+            raised(lambda *_: None, type(error), error, error.__traceback__)
+            raise
+
+    return original(reported, *rest)
+
+
+def forget() -> None:
+    """Stop watching: in a fork of the rank, such as a worker that loads data."""
+    probe, Current.probe = Current.probe, None
+    if probe is not None and probe.link is not None:
+        probe.link.drop()

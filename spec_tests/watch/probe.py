@@ -41,9 +41,9 @@ from .layout import (
     not_finite,
     own_part,
 )
-from .link import Link, collectives_so_far, error_fields, script_line
+from .link import Link, collectives_so_far, ended, forget, raised, script_line, spawned
 from .replay import Recording, finish
-from .window import Sample, Watched, Window, numbers, tensors_of
+from .window import Sample, Watched, Window, numbers, plain, tensors_of
 
 _WATCHED = "TRAINSPEC_WATCHED"  # the process of this rank: what it starts is not watched
 
@@ -66,10 +66,10 @@ def start() -> None:
     loading.start(Current.probe.options["scratch"])
     spawn: Any = sys.modules.get("torch.multiprocessing.spawn")
     if spawn is not None:  # a function: it is pickled by name
-        observe("_wrap", spawn, around=_spawned, is_watched=watching)
-    os.register_at_fork(after_in_child=_forget)
-    atexit.register(_ended)
-    sys.excepthook = functools.partial(_raised, sys.excepthook)
+        observe("_wrap", spawn, around=spawned, is_watched=watching)
+    os.register_at_fork(after_in_child=forget)
+    atexit.register(ended)
+    sys.excepthook = functools.partial(raised, sys.excepthook)
     if "RANK" in os.environ and "LOCAL_RANK" in os.environ and not _is_child():
         Current.probe.connect()
 
@@ -156,8 +156,8 @@ class Probe:
             where = "".join(traceback.format_exception(error)[-2:])[-400:]
             self.link.send("note", text=f"a hook of the watcher failed: {where}")
         if self._failures >= 3:
-            _ended()
-            _forget()
+            ended()
+            forget()
 
     def begin(self, module: nn.Module, arguments: tuple[Any, ...], keywords: Any) -> None:
         """A module is called at the top: take its inputs, if it trains."""
@@ -308,9 +308,6 @@ class Probe:
         if watched.describe(self.names):
             link.send("layout", optimizer=watched.number, entries=list(map(vars, watched.entries)))
         grads = [p.grad for p in watched.parameters]
-        hashes = [None if g is None else fingerprint(g) for g in grads]
-        before = [] if watched.last else [fingerprint(p) for p in watched.parameters]
-        values = iter(numbers([*(h for h in hashes if h is not None), *before]))
         norms = norms_of(grads)
         bad_names = not_finite(watched.entries, grads, norms)
         watched.event = {}
@@ -321,11 +318,11 @@ class Probe:
             "place": script_line(),
             "options": watched.options(),
             "loaded": self.loaded.pop(optimizer, None),
-            "grads": [None if h is None else next(values) for h in hashes],
+            "grads": [None if g is None else fingerprint(g) for g in grads],
+            "before": watched.last or [fingerprint(p) for p in watched.parameters],
             "norms": [None if g is None else n for g, n in zip(grads, norms, strict=True)],
             "weights": [] if watched.steps else norms_of([*watched.parameters]),
             "bad": {"grads": bad_names, "before": watched.not_finite() if bad_names else []},
-            "cleared": self.window.is_cleared,
             "sums": calls.norm_of_sums(self.window, watched.parameters),
             "clip": calls.norm_again(self, watched.parameters),
             "skips": getattr(optimizer, "found_inf", None) is not None,
@@ -339,11 +336,12 @@ class Probe:
             "scale": calls.loss_scale(sys._getframe(1)) if self.has_scaler else 1.0,
         }
         self.scaled.clear()
-        event["before"] = watched.last = watched.last or list(values)
-        event["replay"] = self.replay(watched)
-        watched.usual = len(self.window.forwards)
         event |= self.window.fields() | {"feed": loading.fields(self.window.feed)}
         event["unheld"] = self.window.unheld(self.names, self.optimizers.values(), watched.steps)
+        event = plain(event)
+        watched.last = event["before"]
+        event["replay"] = self.replay(watched)
+        watched.usual = len(self.window.forwards)
         self.window = Window()
         has_closure = any(each is not None for each in (*arguments[1:], *keywords.values()))
         self._keep(watched, optimizer, has_closure=has_closure)  # it makes gradients in the step
@@ -418,47 +416,6 @@ def _after_forward(module: nn.Module, arguments: Any, output: Any) -> None:
         _compare_and_keep(module)
     if module is probe.root:
         _leave(module, output)
-
-
-# ------------------------------------------------------------------------------ the end of the rank
-
-
-def _raised(hidden: Any, kind: Any, error: Any, trace: Any) -> None:
-    """Say that an exception ends this rank, then hand it to the hook that this one hides."""
-    link = Current.probe.link if Current.probe is not None else None
-    if link is not None:
-        link.send_collectives()
-        link.send("raised", **error_fields(error, trace))
-    hidden(kind, error, trace)
-
-
-def _ended() -> None:
-    """Say that this rank ends by itself."""
-    probe = Current.probe
-    if probe is not None and probe.link is not None:
-        probe.link.rest()
-        probe.link.send_collectives()
-        probe.link.send("end", forwards=len(probe.window.forwards))
-
-
-def _spawned(original: Any, function: Any, *rest: Any) -> Any:
-    """Run what `torch.multiprocessing.spawn` starts, whose exceptions reach no hook."""
-
-    def reported(*arguments: Any) -> Any:
-        try:
-            return function(*arguments)
-        except Exception as error:
-            _raised(lambda *_: None, type(error), error, error.__traceback__)
-            raise
-
-    return original(reported, *rest)
-
-
-def _forget() -> None:
-    """Stop watching: in a fork of the rank, such as a worker that loads data."""
-    probe, Current.probe = Current.probe, None
-    if probe is not None and probe.link is not None:
-        probe.link.drop()
 
 
 _begin, _enter, _leave = quiet(Probe.begin), quiet(Probe.enter), quiet(Probe.left)

@@ -125,13 +125,14 @@ def reduction_saved(step: Step, rank: int, event: Event) -> Finding | None:
 @rank_norm("watch.weights.current", source=_FSDP)
 def weights_current(step: Step, rank: int, event: Event) -> Finding | None:
     """Full weights that a module computes with MUST be the current shards."""
-    if not event["stale"]:
+    stale = [each for each in event["stale"] if each[2]]
+    if not stale:
         return None
-    name, place, number = event["stale"][0]
+    name, place, number = stale[0]
     return step.finding(
         rank,
         f"expected the weights of the last step, got older ones in {number:,} elements of this "
-        f"rank's part ({len(event['stale'])} tensors)",
+        f"rank's part ({len(stale)} tensors)",
         name,
         place=place,
         likely="full weights were kept from a forward before the step, such as an evaluation "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 import weakref
 import zlib
@@ -43,7 +42,7 @@ class Window:
     def __init__(self) -> None:
         self.forwards: list[dict[str, Any]] = []
         self.losses: list[dict[str, Any]] = []
-        self.stale: list[tuple[str, str, Tensor]] = []
+        self.stale: list[tuple[str, str, Tensor]] = []  # name, line, elements that are not current
         self.scheduled: dict[int, list[Any]] = {}  # schedule to its steps, and their line
         self.spans: list[list[Any]] = []  # what ran from when to when; backwards by their number
         self.called: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -129,28 +128,16 @@ class Window:
             self.forwards[-1]["buffers"] = {plain_name(n): fingerprint(b) for n, b in floats}
 
     def fields(self) -> dict[str, Any]:
-        """Return everything as plain data, after one wait for the device."""
-        tensors = [each[0] for f in self.forwards for each in f["inputs"]]
-        tensors += [h for f in self.forwards for h in (f["buffers"] or {}).values()]
-        tensors += [n for each in self.losses if (n := each["tokens"]) is not None]
-        tensors += [each[2] for each in self.stale]
-        values = iter(numbers(tensors))
-        for forward in self.forwards:
-            forward["inputs"] = [[next(values), *rest] for _, *rest in forward["inputs"]]
-        for forward in self.forwards:
-            forward["buffers"] = {name: next(values) for name in forward["buffers"] or {}}
-        for loss in self.losses:
-            loss["tokens"] = None if loss["tokens"] is None else next(values)
-            loss["weight"] = float(loss["weight"]) if loss["weight"] is not None else None
-            loss["is_bad"] = not math.isfinite(float(loss.pop("value")))
+        """Return everything as data, in which numbers may still be on their device."""
         counted = self.counts.values()
         return {
-            "forwards": self.forwards,
+            "forwards": [{**each, "buffers": each["buffers"] or {}} for each in self.forwards],
             "loss": sum(float(root) for root in self.roots) if self.roots else None,
             "is_low": self.is_low,
             "losses": self.losses,
             "dropped": self.has_dropped,
-            "stale": [[name, place, n] for name, place, _ in self.stale if (n := next(values))],
+            "cleared": self.is_cleared,
+            "stale": self.stale,
             "scheduled": max(self.scheduled.values(), default=None),
             "spans": [span[:3] for span in self.spans],
             "computed": sum(times * size for times, _, size in counted),
@@ -291,8 +278,22 @@ def tensors_of(tree: Any) -> list[Tensor]:
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
-def numbers(tensors: list[Tensor]) -> list[int]:
+def numbers(tensors: list[Tensor]) -> list[Any]:
     """Return the values of 0-d tensors, waiting for the device once."""
     if not tensors:
         return []
     return torch.stack([t.reshape(()).to(tensors[0].device) for t in tensors]).tolist()
+
+
+def plain(tree: Any) -> Any:
+    """Return nested data with a number for each 0-d tensor, waiting for the device once."""
+    leaves, shape = torch.utils._pytree.tree_flatten(tree)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    whole = [t for t in tensors if not t.is_floating_point()]
+    real = [t.double() for t in tensors if t.is_floating_point()]
+    integers, floats = iter(numbers(whole)), iter(numbers(real))
+    found = [
+        next(floats if leaf.is_floating_point() else integers) if isinstance(leaf, Tensor) else leaf
+        for leaf in leaves
+    ]
+    return torch.utils._pytree.tree_unflatten(found, shape)
