@@ -150,29 +150,31 @@ def dropout_differs(step: Step) -> Iterator[Finding]:
             )
 
 
-def _feeds(step: Step, peers: list[int]) -> dict[int, Any]:
-    """Return rank to what it said of its loader; {} unless all of some ranks said something."""
-    feeds = {rank: step.events[rank]["feed"] for rank in peers}
-    return feeds if len(peers) > 1 and all(feeds.values()) else {}
+def _feeds(step: Step) -> Iterator[dict[int, Any]]:
+    """Yield rank to what it said of its loader, of peers that all said something."""
+    for peers in step.peers():
+        feeds = {rank: step.events[rank]["feed"] for rank in peers}
+        if len(peers) > 1 and all(feeds.values()):
+            yield feeds
 
 
 @step_norm("watch.samples.one-split", source=_SAMPLER)
 def one_split(step: Step) -> Iterator[Finding]:
     """Ranks MUST divide one order of the samples: each its own part, with one seed and epoch."""
-    for peers in step.peers():
-        splits = {rank: feed["split"] for rank, feed in _feeds(step, peers).items()}
+    for feeds in _feeds(step):
+        splits = {rank: feed["split"] for rank, feed in feeds.items()}
         if not all(s and s["parts"] > 1 for s in splits.values()):
             continue
-        for rank, split in [*splits.items()][1:]:
-            first = splits[peers[0]]
-            wrong = _wrong_part(splits, rank, split) or _other_order(first, split, peers[0])
+        first = min(splits)
+        for rank, split in splits.items():
+            wrong = _wrong_part(splits, rank, split) or _other_order(splits[first], split, first)
             if wrong:
                 yield step.finding(
                     rank,
                     f"expected {wrong[0]}",
-                    place=step.events[rank]["feed"]["place"],
+                    place=feeds[rank]["place"],
                     likely=wrong[1],
-                    is_advice=first["size"] != split["size"],
+                    is_advice=splits[first]["size"] != split["size"],
                     needs_replicas=True,
                 )
 
@@ -229,22 +231,22 @@ _SHARED = {
 @step_norm("watch.samples.divided", source=_SAMPLER)
 def samples_divided(step: Step) -> Iterator[Finding]:
     """Data-parallel ranks SHOULD divide the samples of an epoch among them."""
-    for peers in step.peers():
-        feeds = _feeds(step, peers)
+    for feeds in _feeds(step):
         seen = {rank: _epoch(step, rank, feed) for rank, feed in feeds.items()}
         if step.doubt or not all(_is_whole(step.events[rank]) for rank in feeds):
             continue
         is_one = len({feed["data"] for feed in feeds.values()}) == 1
-        for rank, kind in ((r, k) for r in [*feeds][1:] for k in [*_SHARED][: 1 + is_one]):
-            own, first = seen[rank][kind], seen[peers[0]][kind]
-            both = len(own.keys() & first.keys())
-            again = max(sum(of.values()) - len(of) for of in (own, first))
-            is_same = feeds[rank]["epoch"] == feeds[peers[0]]["epoch"]
+        first, *others = feeds
+        for rank, kind in ((r, k) for r in others for k in [*_SHARED][: 1 + is_one]):
+            own, theirs = seen[rank][kind], seen[first][kind]
+            both = len(own.keys() & theirs.keys())
+            again = max(sum(of.values()) - len(of) for of in (own, theirs))
+            is_same = feeds[rank]["epoch"] == feeds[first]["epoch"]
             if is_same and both >= max(_ENOUGH, step.run.world) and 5 * again < both:
                 yield step.finding(
                     rank,
                     f"expected samples of its own in an epoch, got {both} of {sum(own.values())} "
-                    f"that rank {peers[0]} had in the same one",
+                    f"that rank {first} had in the same one",
                     place=feeds[rank]["place"],
                     likely=_SHARED[kind],
                 )
@@ -292,18 +294,16 @@ def shuffled_anew(step: Step, rank: int, event: Event) -> Finding | None:
 @step_norm("watch.samples.draws-differ", source=f"{_RANDOMNESS}#dataloader")
 def draws_differ(step: Step) -> Iterator[Finding]:
     """Random numbers that samples are made with SHOULD differ between data-parallel ranks."""
-    for peers in step.peers():
-        feeds = _feeds(step, peers)
-        draws = [{*feed["draws"]} for feed in feeds.values()]
-        same = set.intersection(*draws) if draws else set()
+    for feeds in _feeds(step):
+        same = set.intersection(*({*feed["draws"]} for feed in feeds.values()))
         if same:
             names = " and ".join(sorted({word.partition(":")[0] for word in same}))
             names = names.replace("random", "Python's random")
             yield step.finding(
                 None,
-                f"ranks {peers[0]} to {peers[-1]}: loading a batch draws random numbers from "
+                f"ranks {min(feeds)} to {max(feeds)}: loading a batch draws random numbers from "
                 f"{names}, whose state is the same on all ranks",
-                place=feeds[peers[0]]["place"],
+                place=feeds[min(feeds)]["place"],
                 likely="one seed for all ranks, and the workers' seeds are made of it: samples are "
                 "augmented alike; right if that is meant",
             )

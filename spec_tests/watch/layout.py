@@ -281,16 +281,24 @@ def _of_mesh(parameter: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(mesh.mesh.flatten().tolist()), shard
 
 
+def part_of(parameter: Any) -> tuple[int, int, int] | None:
+    """Return the dim that a DTensor is sharded along, the number of parts, and its own."""
+    at = parameter.device_mesh.get_coordinate() if is_dtensor(parameter) else None
+    for mesh_dim, placement in enumerate(parameter.placements) if at is not None else ():
+        if not placement.is_replicate():
+            return placement.dim, parameter.device_mesh.size(mesh_dim), at[mesh_dim]
+    return None
+
+
 def own_part(full: Tensor, shard: Any) -> Tensor | None:
     """Return the part of a full tensor that a DTensor holds here; None where it is not plain."""
-    dims = [(d, p) for d, p in enumerate(shard.placements) if not p.is_replicate()]
-    if len(dims) != 1 or type(dims[0][1]).__name__ != "Shard" or full.shape != shard.shape:
+    kinds = [type(p).__name__ for p in shard.placements if not p.is_replicate()]
+    part = part_of(shard) if kinds == ["Shard"] and full.shape == shard.shape else None
+    if part is None:
         return None
-    mesh_dim, placement = dims[0]
-    at = shard.device_mesh.get_coordinate()
-    parts = torch.chunk(full, shard.device_mesh.size(mesh_dim), dim=placement.dim)
-    index = at[mesh_dim] if at is not None else len(parts)
-    return parts[index] if index < len(parts) else None
+    dim, parts, index = part
+    pieces = full.chunk(parts, dim=dim)
+    return pieces[index] if index < len(pieces) else None
 
 
 def fingerprint(tensor: Tensor, *, is_mixed: bool = False) -> Tensor:

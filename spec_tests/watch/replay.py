@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from .guard import Current
-from .layout import Names, full_weights, is_dtensor, local_of
+from .layout import Names, full_weights, is_dtensor, local_of, part_of
 
 _WRAPPERS = {
     "DistributedDataParallel": "module",
@@ -149,7 +149,7 @@ def finish(recordings: dict[nn.Module, Recording], watched: Any, path: Path) -> 
         if parameter.grad is not None and entry.name in expected and entry.kind != "flat":
             dense = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
             actual[entry.name] = local_of(dense).detach().to("cpu", copy=True)
-            parts[entry.name] = (entry.kind, _part(parameter))
+            parts[entry.name] = (entry.kind, part_of(parameter))
             if id(parameter) in watched.earlier:
                 earlier[entry.name] = watched.earlier[id(parameter)].to("cpu")
     saved = {"expected": expected, "actual": actual, "parts": parts}
@@ -260,17 +260,6 @@ def _outputs(output: Any) -> list[Tensor]:
         output = vars(output)
     leaves, _ = torch.utils._pytree.tree_flatten(output)
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-
-
-def _part(parameter: Any) -> tuple[int, int, int] | None:
-    """Return the dim that a DTensor is sharded along, the number of parts, and its own."""
-    if not is_dtensor(parameter):
-        return None
-    at = parameter.device_mesh.get_coordinate()
-    for mesh_dim, placement in enumerate(parameter.placements):
-        if not placement.is_replicate():
-            return placement.dim, parameter.device_mesh.size(mesh_dim), at[mesh_dim]
-    return None
 
 
 # ---------------------------------------------------------------------------------- the plain copy
