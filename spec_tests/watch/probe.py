@@ -43,7 +43,7 @@ from .layout import (
 )
 from .link import Link, collectives_so_far, ended, forget, raised, script_line, spawned
 from .replay import Recording, finish
-from .window import Sample, Watched, Window, numbers, plain, tensors_of
+from .window import Sample, Watched, Window, numbers, options_of, plain, tensors_of
 
 _WATCHED = "TRAINSPEC_WATCHED"  # the process of this rank: what it starts is not watched
 
@@ -303,9 +303,9 @@ class Probe:
         if any(p.is_meta for group in optimizer.param_groups for p in group["params"]):
             return
         link = self.connect()
-        number = len(self.optimizers)
-        watched = self.optimizers.setdefault(optimizer, Watched(optimizer, number))
-        if watched.describe(self.names):
+        groups = optimizer.param_groups
+        watched = self.optimizers.setdefault(optimizer, Watched(len(self.optimizers)))
+        if watched.describe(groups, self.names):
             link.send("layout", optimizer=watched.number, entries=list(map(vars, watched.entries)))
         grads = [p.grad for p in watched.parameters]
         norms = norms_of(grads)
@@ -316,7 +316,7 @@ class Probe:
             "title": type(optimizer).__name__,
             "step": watched.steps + 1,
             "place": script_line(),
-            "options": watched.options(),
+            "options": options_of(groups),
             "loaded": self.loaded.pop(optimizer, None),
             "grads": [None if g is None else fingerprint(g) for g in grads],
             "before": watched.last or [fingerprint(p) for p in watched.parameters],

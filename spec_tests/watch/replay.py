@@ -12,7 +12,6 @@ import copy
 import functools
 import random
 import sys
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -97,30 +96,17 @@ class Recording:
         kept = [batch for batch in batches if not batch.was_cleared]
         return kept if usual == len(kept) else batches
 
-    def gradients(
-        self, model: nn.Module, usual: int | None
-    ) -> tuple[dict[str, Any], dict[str, Tensor], int, bool]:
-        """Compute this rank's gradients.
-
-        Returns:
-            name to the gradient and its sum of absolute values; name to the last micro-batch's
-            gradient; the number of micro-batches; whether the copy draws the same random numbers.
-        """
+    def gradients(self, model: nn.Module, usual: int | None) -> list[dict[str, Tensor]]:
+        """Compute this rank's gradients by name, of each micro-batch that has some."""
         plain = Copy(self._names, self._weights, self._buffers)
         twin = plain.of(model)
-        found: dict[str, tuple[Tensor, Tensor]] = {}
         batches = self._batches_of_step(model, usual)
-        last: dict[str, Tensor] = {}
-        for batch in batches:
-            last = batch.run(twin, plain) or last
-            for name, new in last.items() if batch.arrived else ():
-                total, size = found.get(name, (torch.zeros_like(new), torch.zeros_like(new)))
-                found[name] = (total + new, size + new.abs())
-        # Compiled code draws numbers of its own.
-        is_exact = not (
-            any(b.is_random for b in batches) and any(map(_is_compiled, model.modules()))
-        )
-        return found, last, sum(bool(batch.arrived) for batch in batches), is_exact
+        return [batch.run(twin, plain) for batch in batches if batch.arrived]
+
+    def draws_its_own(self, model: nn.Module) -> bool:
+        """Return whether compiled code drew random numbers: not those that the plain copy draws."""
+        is_random = any(batch.is_random for batch in self._batches)
+        return is_random and any(map(_is_compiled, model.modules()))
 
 
 def finish(recordings: dict[nn.Module, Recording], watched: Any, path: Path) -> dict[str, Any]:
@@ -129,21 +115,24 @@ def finish(recordings: dict[nn.Module, Recording], watched: Any, path: Path) -> 
     Returns:
         the file and the number of micro-batches, or the reason why there are none.
     """
-    expected: dict[str, tuple[Tensor, Tensor]] = {}
-    last: dict[str, Tensor] = {}
-    batches, is_exact = 0, True
+    expected: dict[str, tuple[Any, Any]] = {}  # the gradient, and its sum of absolute values
+    last: dict[str, Tensor] = {}  # of the last micro-batch
+    batches = 0
     try:
         for model, recording in recordings.items():
-            found, of_last, count, is_same = recording.gradients(model, watched.usual)
-            expected |= found
-            last |= of_last
-            batches, is_exact = max(batches, count), is_exact and is_same
+            found = recording.gradients(model, watched.usual)
+            for name, new in (pair for each in found for pair in each.items()):
+                total, size = expected.get(name, (0.0, 0.0))
+                expected[name] = (total + new, size + new.abs())
+            last |= found[-1] if found else {}
+            batches = max(batches, len(found))
         if not batches:
             raise CannotReplayError("no gradient arrived at an output of the model")
     except CannotReplayError as reason:
         return {"reason": str(reason)}
     except Exception as error:
         return {"reason": f"the copy raised {type(error).__name__}: {str(error)[:300]}"}
+    is_exact = not any(recording.draws_its_own(model) for model, recording in recordings.items())
     actual, parts, earlier = {}, {}, {}
     for entry, parameter in zip(watched.entries, watched.parameters, strict=True):
         if parameter.grad is not None and entry.name in expected and entry.kind != "flat":
@@ -196,8 +185,6 @@ class Batch:
 
     def run(self, model: nn.Module, plain: Copy) -> dict[str, Tensor]:
         """Run a plain model forward and backward as the script's was run; return its gradients."""
-        if not self.arrived:
-            return {}
         if self.is_double:
             raise CannotReplayError("a gradient is differentiated once more")
 
@@ -210,7 +197,7 @@ class Batch:
         Current.is_replaying = True
         casting = torch.autocast(self._device, dtype=self._dtype) if self._casts else nullcontext()
         try:
-            with torch.enable_grad(), casting, refusing_collectives(), refusing_freed_memory():
+            with torch.enable_grad(), casting, Refusing():
                 arguments, keywords = tree_map_only(Tensor, cast, (self._arguments, self._keywords))
                 outputs = _outputs(model(*arguments, **keywords))
                 chosen = [outputs[index] for index in self.arrived]
@@ -281,7 +268,7 @@ class Copy:
     def of(self, module: nn.Module) -> nn.Module:
         """Return the copy of a module and all that is in it."""
         copied = self._twin(module)
-        with refusing_freed_memory():
+        with Refusing():
             for twin in self._twins:  # when each is known: an attribute may hold a sibling
                 self._own_attributes(twin)
         return copied
@@ -309,7 +296,9 @@ class Copy:
         twin.__dict__.update(
             {n: type(v)() if n.endswith("_hooks") else v for n, v in state.items() if n not in left}
         )
-        twin._forward_pre_hooks.update(_reparametrisations(module))
+        for key, hook in module._forward_pre_hooks.items():
+            if type(hook).__module__ in _MAKE_WEIGHTS:  # of other parameters; it holds no tensor
+                twin._forward_pre_hooks[key] = hook
         twin.__dict__["_compiled_call_impl"] = None
         twin.__dict__["_modules"] = {n: m and self._twin(m) for n, m in state["_modules"].items()}
         twin.__dict__["_parameters"] = {
@@ -356,12 +345,6 @@ class Copy:
             self._memo = memo
 
 
-def _reparametrisations(module: nn.Module) -> dict[int, Any]:
-    """Return the hooks that make a weight from other parameters, which hold no tensor."""
-    hooks = module._forward_pre_hooks.items()
-    return {key: hook for key, hook in hooks if type(hook).__module__ in _MAKE_WEIGHTS}
-
-
 def _refuse_hooks(module: nn.Module) -> None:
     wrapper = next((k for k in type(module).__mro__ if k.__name__ == "FSDPModule"), None)
     package = wrapper.__module__.rpartition(".")[0] if wrapper is not None else ""
@@ -379,34 +362,16 @@ def _refuse_hooks(module: nn.Module) -> None:
 
 
 class Refusing(TorchDispatchMode):
-    """Refuses operations for a reason, if `is_refused(operation, arguments)`."""
-
-    def __init__(self, reason: str, is_refused: Callable[[Any, Any], bool]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it bare
-        self._reason, self._is_refused = reason, is_refused
+    """Refuses to communicate, in the script's groups, and to read weights that a wrapper freed."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if self._is_refused(func, (args, kwargs)):
-            raise CannotReplayError(self._reason)
+        if func.namespace in ("c10d", "_c10d_functional"):
+            raise CannotReplayError("the model communicates in its forward")
+        if any(map(_is_freed, torch.utils._pytree.tree_leaves((args, kwargs)))):
+            raise CannotReplayError("it reads weights whose memory is freed")  # kernels do not look
         return func(*args, **(kwargs or {}))
-
-
-def refusing_freed_memory() -> Refusing:
-    """Refuse to read weights that a wrapper has freed: PyTorch's kernels do not look."""
-    return Refusing(
-        "it reads weights whose memory is freed",
-        lambda _, given: any(map(_is_freed, torch.utils._pytree.tree_leaves(given))),
-    )
-
-
-def refusing_collectives() -> Refusing:
-    """Refuse a forward that communicates: it would do so in the script's groups."""
-    return Refusing(
-        "the model communicates in its forward",
-        lambda operation, _: operation.namespace in ("c10d", "_c10d_functional"),
-    )
 
 
 def _is_freed(value: object) -> bool:

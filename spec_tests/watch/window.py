@@ -150,7 +150,7 @@ class Window:
 class Watched:
     """One optimizer: its parameters as they were last described, and how many steps it took."""
 
-    def __init__(self, optimizer: Any, number: int) -> None:
+    def __init__(self, number: int) -> None:
         self.number = number
         self.steps = 0
         self.usual: int | None = None  # forwards before its last step
@@ -161,13 +161,11 @@ class Watched:
         self.event: dict[str, Any] = {}
         self.sample: Any = None  # parameters whose update is computed again
         self.ids: set[int] = set()
-        self._optimizer = weakref.ref(optimizer)
         self._seen: tuple[object, ...] = ()
         self._half: tuple[int, Tensor] | None = None
 
-    def describe(self, names: Names) -> bool:
+    def describe(self, groups: list[dict[str, Any]], names: Names) -> bool:
         """Read its parameters; returns whether anything is new."""
-        groups = self._groups()
         labelled = [
             (f"param_groups[{g}][{i}]", parameter)
             for g, group in enumerate(groups)
@@ -183,10 +181,6 @@ class Watched:
         names.tell_apart(labelled)
         self.entries = [names.entry(p, label) for label, p in labelled]
         return True
-
-    def _groups(self) -> list[dict[str, Any]]:
-        optimizer = self._optimizer()
-        return [] if optimizer is None else optimizer.param_groups
 
     def not_finite(self) -> list[str]:
         """Return the names of its parameters that have numbers that are not finite."""
@@ -206,12 +200,6 @@ class Watched:
         (index, before), self._half = self._half, None
         changed = (local_of(self.parameters[index]) != before).double().mean()
         return [self.entries[index].name, float(changed)]
-
-    def options(self) -> list[list[Any]]:
-        """Return the rate and the decay of each group, where they are plain numbers."""
-        asked = ("lr", "weight_decay")
-        found = [[group.get(name) for name in asked] for group in self._groups()]
-        return [[v if isinstance(v, int | float) else None for v in each] for each in found]
 
 
 class Sample:
@@ -270,6 +258,12 @@ def _clone(value: Any) -> Any:
 def _is_low(module: nn.Module) -> bool:
     parameter = next(module.parameters())
     return torch.is_autocast_enabled(parameter.device.type) or parameter.element_size() == 2
+
+
+def options_of(groups: list[dict[str, Any]]) -> list[list[Any]]:
+    """Return the rate and the decay of each group of an optimizer, where they are plain numbers."""
+    found = [[group.get(name) for name in ("lr", "weight_decay")] for group in groups]
+    return [[v if isinstance(v, int | float) else None for v in each] for each in found]
 
 
 def tensors_of(tree: Any) -> list[Tensor]:
