@@ -165,8 +165,11 @@ class Names:
         for name, parameter in module.module.named_parameters():
             known = self.of(parameter)
             known.is_added |= own is not None and not any(parameter is each for each in own)
-            known.wrapper, known.ranks = weakref.ref(module), ranks
-            known.kind = "local" if name in ignored or known.kind == "local" else "ddp"
+            known.wrapper = weakref.ref(module)
+            if name in ignored or known.kind == "local":
+                known.kind = "local"
+            else:
+                known.kind, known.ranks = "ddp", ranks
 
     def wrapper(self, root: nn.Module) -> Any:
         """Return the DistributedDataParallel that a root is or has, if any."""
@@ -189,7 +192,8 @@ class Names:
     def entry(self, parameter: Tensor, label: str) -> Entry:
         """Describe a parameter of an optimizer; `label` is its name where no module has it."""
         known = self.of(parameter)
-        kind, ranks, shard = known.kind, known.ranks if known.kind in ("flat", "ddp") else (), ()
+        kind, ranks = known.kind, known.ranks
+        shard: tuple[int, ...] = ()
         if is_dtensor(parameter):
             kind = "sharded" if known.is_fsdp else "tensor"
             ranks, shard = _of_mesh(parameter)
@@ -284,9 +288,10 @@ def _of_mesh(parameter: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
 def part_of(parameter: Any) -> tuple[int, int, int] | None:
     """Return the dim that a DTensor is sharded along, the number of parts, and its own."""
     at = parameter.device_mesh.get_coordinate() if is_dtensor(parameter) else None
-    for mesh_dim, placement in enumerate(parameter.placements) if at is not None else ():
-        if not placement.is_replicate():
-            return placement.dim, parameter.device_mesh.size(mesh_dim), at[mesh_dim]
+    if at is not None:
+        for mesh_dim, placement in enumerate(parameter.placements):
+            if not placement.is_replicate():
+                return placement.dim, parameter.device_mesh.size(mesh_dim), at[mesh_dim]
     return None
 
 

@@ -214,7 +214,7 @@ class Probe:
         """Look at the full weights that a module computes with."""
         if self.names.shards:
             self._compare_shards(module)
-        recording = self.recordings.get(self.root)
+        recording = None if self.root is None else self.recordings.get(self.root)
         if recording is not None:
             recording.enter(module)
 
@@ -319,7 +319,7 @@ class Probe:
             "options": options_of(groups),
             "loaded": self.loaded.pop(optimizer, None),
             "grads": [None if g is None else fingerprint(g) for g in grads],
-            "before": watched.last or [fingerprint(p) for p in watched.parameters],
+            "before": watched.last or [*map(fingerprint, watched.parameters)],
             "norms": [None if g is None else n for g, n in zip(grads, norms, strict=True)],
             "weights": [] if watched.steps else norms_of([*watched.parameters]),
             "bad": {"grads": bad_names, "before": watched.not_finite() if bad_names else []},

@@ -196,8 +196,9 @@ class Batch:
         _set_random_state(self._random)
         Current.is_replaying = True
         casting = torch.autocast(self._device, dtype=self._dtype) if self._casts else nullcontext()
+        refusing: Any = Refusing()  # type: ignore[no-untyped-call]
         try:
-            with torch.enable_grad(), casting, Refusing():
+            with torch.enable_grad(), casting, refusing:
                 arguments, keywords = tree_map_only(Tensor, cast, (self._arguments, self._keywords))
                 outputs = _outputs(model(*arguments, **keywords))
                 chosen = [outputs[index] for index in self.arrived]
@@ -268,7 +269,7 @@ class Copy:
     def of(self, module: nn.Module) -> nn.Module:
         """Return the copy of a module and all that is in it."""
         copied = self._twin(module)
-        with Refusing():
+        with Refusing():  # type: ignore[no-untyped-call]  # torch leaves it bare
             for twin in self._twins:  # when each is known: an attribute may hold a sibling
                 self._own_attributes(twin)
         return copied

@@ -157,7 +157,7 @@ class Watched:
         self.earlier: dict[int, Tensor] = {}  # gradients of the step before the replayed one
         self.entries: list[Entry] = []
         self.parameters: list[Tensor] = []
-        self.last: list[int] = []
+        self.last: list[Any] = []  # hashes of its parameters
         self.event: dict[str, Any] = {}
         self.sample: Any = None  # parameters whose update is computed again
         self.ids: set[int] = set()
