@@ -20,7 +20,8 @@ from spec_tests.rig.clause import Clause
 from spec_tests.watch import compare
 from spec_tests.watch.agent import Agent
 from spec_tests.watch.norm import NORMS
-from spec_tests.watch.verdict import ORDER, render, write
+from spec_tests.watch.page import write
+from spec_tests.watch.verdict import ORDER, render
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -49,19 +49,17 @@ def start(folder: str) -> None:
 class Feed:
     """One pass over a data loader; `fields` are sent with each step that it feeds."""
 
-    def __init__(self, loader: Any, iterator: Any, early: list[list[int]]) -> None:
+    def __init__(self, loader: Any, iterator: Any, coming: deque[list[int]]) -> None:
         sampler = getattr(loader.batch_sampler, "sampler", None) or loader.sampler
         is_split = isinstance(sampler, torch_data.DistributedSampler)
         # The one that a script is to give the epoch.
         both = (sampler, loader.batch_sampler)
         self.sampler = next((each for each in both if hasattr(each, "set_epoch")), None)
-        # Indices of batches that are on their way: workers are given them some batches before.
-        self.coming = deque(early)
+        self.coming = coming
         self.first: list[int] = []
         # Samples that no rank but this one is to have: an order of its own over all of its data.
         self.is_own = type(sampler) is torch_data.RandomSampler and not sampler.replacement
         is_stream = iterator._dataset_kind == torch_data._DatasetKind.Iterable
-        self.workers = loader.num_workers if is_stream else 0
         self.batches: list[list[int]] = []  # the first ones of a stream that workers load
         self.steps = self.rows = self.given = 0
         is_drawn_again = is_stream or getattr(sampler, "replacement", False)
@@ -70,7 +68,7 @@ class Feed:
             "pass": _state["pass"],
             "place": script_line(),
             "batches": _length(loader),
-            "workers": self.workers,
+            "workers": loader.num_workers if is_stream else 0,
             "split": _split(sampler) if is_split else None,
             "data": _identity(loader.dataset) if is_known else None,
             "indices": [],
@@ -111,12 +109,13 @@ class Feed:
             self.rows += len(rows)
             self.fields["rows"] += rows
         is_large = sum(t.numel() for t in tensors) >= _ENOUGH
-        if self.workers > 1 and is_large and len(self.batches) < 3 * self.workers:
+        workers = self.fields["workers"]
+        if workers > 1 and is_large and len(self.batches) < 3 * workers:
             self.batches.append(_rows(tensors))
-            groups = [self.batches[i :: self.workers] for i in range(self.workers)]
+            groups = [self.batches[i::workers] for i in range(workers)]
             different = {tuple(each) for each in groups[0]}
             if len(different) == 3 and all(group == groups[0] for group in groups):
-                self.fields["doubled"] = self.workers
+                self.fields["doubled"] = workers
 
 
 class Feeds:
@@ -124,8 +123,9 @@ class Feeds:
 
     def __init__(self) -> None:
         self.current: Feed | None = None
-        self.early: list[list[int]] = []  # indices that an iterator takes while it is made
         self.epochs = 0
+        # Indices of batches that are on their way: workers are given them some batches before.
+        self.coming: weakref.WeakKeyDictionary[Any, deque[list[int]]] = weakref.WeakKeyDictionary()
         self.of: weakref.WeakKeyDictionary[Any, Feed] = weakref.WeakKeyDictionary()
         self._trained: weakref.WeakKeyDictionary[Any, dict[Any, int]] = weakref.WeakKeyDictionary()
 
@@ -160,23 +160,24 @@ def fields(feed: Feed | None) -> dict[str, Any] | None:
 
 def _begun(probe: Any, loader: Any) -> None:
     _state["pass"] += 1
-    probe.feeds.early = []
     if loader._iterator is not None:  # with workers that go on: its last pass is over
         probe.feeds.of.pop(loader._iterator, None)
+        probe.feeds.coming.pop(loader._iterator, None)
     os.environ[_RANK] = str(os.getpid())
 
 
 def _iterated(probe: Any, iterator: Any, loader: Any) -> None:
     if hasattr(iterator, "_dataset_kind"):
-        probe.feeds.of[iterator] = Feed(loader, iterator, probe.feeds.early)
+        coming = probe.feeds.coming.setdefault(iterator, deque())
+        probe.feeds.of[iterator] = Feed(loader, iterator, coming)
 
 
 def _drawn(probe: Any, indices: Any, iterator: Any) -> None:
     """Take what the sampler gives, which a loader hands to its workers some batches before."""
-    feed, numbers = probe.feeds.of.get(iterator), []
+    numbers = []
     with suppress(TypeError):  # keys that are no numbers
         numbers = [*map(operator.index, indices if isinstance(indices, list) else [indices])]
-    (probe.feeds.early if feed is None else feed.coming).append(numbers)
+    probe.feeds.coming.setdefault(iterator, deque()).append(numbers)
 
 
 def _taken(probe: Any, batch: Any, iterator: Any) -> None:

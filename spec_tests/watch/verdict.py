@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence, Set
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from spec_tests.rig.report.templates import of_texts
 from spec_tests.rig.report.text import several
-from spec_tests.watch import compare
 from spec_tests.watch.norm import NORMS, Finding, is_must
-from spec_tests.watch.run import Run, Step
+from spec_tests.watch.run import Step
 
 # Causes before effects: a finding follows from one of those named beside it that stands above it.
 _FOLLOWS = {
@@ -162,49 +159,6 @@ def seen_in_words(steps: int, ranks: int, replayed: str, advice: int) -> str:
     words = f"{several(steps, 'step')} of {several(ranks, 'rank')}{replayed}"
     verb = "is" if advice == 1 else "are"
     return words + (f"; {several(advice, 'finding')} {verb} advice" if advice else "")
-
-
-def write(verdict: Verdict, run: Run, command: Sequence[str], folder: Path) -> None:
-    """Write report.json, index.html, and the steps that a later run is compared with."""
-    from spec_tests.watch.page import page
-
-    folder.mkdir(parents=True, exist_ok=True)
-    data = as_data(verdict, run, command)
-    (folder / "report.json").write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-    (folder / compare.FILE).write_text(json.dumps(run.records), encoding="utf-8")
-    (folder / "index.html").write_text(page(data), encoding="utf-8")
-
-
-def as_data(verdict: Verdict, run: Run, command: Sequence[str]) -> dict[str, Any]:
-    """Return the verdict and the timeline as plain data."""
-    wrong = {cause.finding.norm for cause in verdict.causes}
-    wrong |= {effect for cause in verdict.causes for effect in cause.effects}
-    return {
-        "command": list(command),
-        **{name: value for name, value in vars(verdict).items() if name != "not_seen"},
-        "causes": [
-            {
-                **asdict(cause.finding),
-                "sentence": NORMS[cause.finding.norm].sentence,
-                "strength": "MUST" if is_must(cause.finding) else "SHOULD",
-                "effects": cause.effects,
-                "times": cause.times,
-            }
-            for cause in verdict.causes
-        ],
-        "norms": [
-            {
-                "id": id,
-                "sentence": each.sentence,
-                "strength": str(each.strength),
-                "holds": id not in wrong,
-                "seen": id in wrong or id not in verdict.not_seen,
-            }
-            for id, each in NORMS.items()
-        ],
-        "timeline": list(run.timeline),
-        "spans": list(run.spans),
-    }
 
 
 # ------------------------------------------------------------- which norms had something to look at

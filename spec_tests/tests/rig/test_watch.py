@@ -16,11 +16,10 @@ from torch import Tensor, nn
 from spec_tests.tests.rig.helpers import ROOT, python
 from spec_tests.tests.rig.watched import SCRIPTS, find
 from spec_tests.tests.rig.watched.trial import Outcome, run
-from spec_tests.watch import replay, replayed, traffic
+from spec_tests.watch import replay, replayed
 from spec_tests.watch.command import norms
 from spec_tests.watch.layout import Names
 from spec_tests.watch.norm import Finding
-from spec_tests.watch.run import Collective
 from spec_tests.watch.verdict import Verdict, causes_of, render
 
 RIGHT = [name for name in SCRIPTS if name != "libraries"]  # needs a library that CI has not
@@ -307,15 +306,6 @@ def test_a_step_of_the_reference_s_own_sharding_is_computed_again(is_right: bool
     assert "step 2 computed again" in outcome.verdict.replayed, shown(outcome)
     assert set(outcome.norms) == (set() if is_right else {"watch.replay.gradients"})
     assert is_right or "(6 tensors)" in outcome.verdict.causes[0].finding.text
-
-
-def test_collectives_of_another_size_are_told_with_both_ranks():
-    sizes = {0: ((4,),), 1: ((5,),)}
-    sent = {r: Collective(0, "0", 7, "all_reduce", s, ("Float",)) for r, s in sizes.items()}
-    (found,) = traffic.collectives_match(sent)
-    assert "rank 1: expected all_reduce(4) of rank 0 as collective 7" in found.text
-    assert "got all_reduce(5)" in found.text
-    assert not list(traffic.collectives_match({0: sent[0], 1: sent[0]}))
 
 
 # ------------------------------------------------------------------------------------------ verdict
