@@ -46,7 +46,7 @@ class Link:
     """The socket of one rank, and the thread that sends heartbeats through it."""
 
     def __init__(self, address: str) -> None:
-        host, port, self._token = address.rsplit(":", 2)
+        host, port, token = address.rsplit(":", 2)
         self._socket = socket.socket()
         self._socket.settimeout(10)
         self._socket.connect((host, int(port)))
@@ -58,7 +58,7 @@ class Link:
         self._handler: Any = None
         self.is_open = True
         self.has_messages = False  # point-to-point
-        self.send("hello", token=self._token, pid=os.getpid())
+        self.send("hello", token=token)
         self._is_over = threading.Event()
         self._heart = threading.Thread(target=self._beat, name="trainspec-watch", daemon=True)
         self._heart.start()

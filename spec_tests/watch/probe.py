@@ -127,10 +127,10 @@ class Probe:
         if world is not None and world != self._world:
             self._world = world
             self._move_to_first_agent(*world)
-            backend = str(dist.get_backend())
-            if "gloo" in backend:  # NCCL's own watchdog may abort while Python's lock is held
+            if "gloo" in str(dist.get_backend()):
+                # With NCCL, its own watchdog may abort while Python's lock is held.
                 self.link.keep_last_words()
-            self.link.send("rank", rank=world[0], world=world[1], backend=backend)
+            self.link.send("rank", rank=world[0], world=world[1])
         return self.link
 
     def _move_to_first_agent(self, rank: int, size: int) -> None:
