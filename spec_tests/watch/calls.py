@@ -40,7 +40,7 @@ def start() -> None:
     observe("clip_grad_norm_", nn.utils, nn.utils.clip_grad, around=clip_grad_norm)
     observe("step", torch.optim.lr_scheduler.LRScheduler, before=_scheduled)
     observe("scale", scaler, before=_scaled)
-    observe("unscale_", scaler, before=lambda probe, own, _: probe.scaled.discard(id(own)))
+    observe("unscale_", scaler, before=_unscaled)
     observe("backward", torch.autograd, before=_begun)
     observe("cross_entropy", nn.functional, after=_weighed)
     observe("checkpoint", torch.utils.checkpoint, around=checkpoint, is_watched=watching)
@@ -167,6 +167,10 @@ def _scaled(probe: Any, scaler: Any, outputs: Any) -> None:
     if scaler.is_enabled():
         probe.scaled.add(id(scaler))
         probe.has_scaler = True
+
+
+def _unscaled(probe: Any, scaler: Any, *arguments: Any, **keywords: Any) -> None:
+    probe.scaled.discard(id(scaler))
 
 
 def checkpoint(original: Any, function: Any, *arguments: Any, **keywords: Any) -> Any:
