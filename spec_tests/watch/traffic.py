@@ -95,7 +95,7 @@ def all_wait(alive: Sequence[Rank], now: float, seconds: float) -> bool:
 def waits(run: Run) -> str:
     """Return where each rank waits, in which of its collectives."""
     said = []
-    for rank in run.ranks.values():
+    for _, rank in sorted(run.ranks.items()):
         if not rank.is_alive:
             said.append(f"rank {rank.rank} has {'raised' if rank.raised else 'ended'}")
             continue
