@@ -63,7 +63,7 @@ def collectives_match(sent: dict[int, Collective]) -> Iterator[Finding]:
 @norm("watch.run.goes-on", source=_C10D)
 def goes_on(run: Run, now: float, patience: float) -> Iterator[Finding]:
     """Ranks MUST NOT wait for each other for ever."""
-    alive = [r for r in run.ranks.values() if r.is_alive]
+    alive = [r for _, r in sorted(run.ranks.items()) if r.is_alive]
     is_gone = len(alive) < len(run.ranks)
     pending = [r.pending for r in alive]
     if any(pending) and pending == pending[:1] * len(pending) and not is_gone:
