@@ -11,21 +11,21 @@ tensors) over a socket to the *agent*, the process of the command. The agent com
 It needs no second run and no collective: nothing is sent through the script's groups, and a rank
 that hangs or dies is a finding like any other.
 
-    boot/       the start-up hook          layout    which parameter is replicated, sharded, tied
-    probe       hooks inside a rank        link      the rank's socket, heartbeat, flight recorder
-    calls       functions of torch         blocked   whether the rank waits in a collective
-    window      what a step was given      finite    which numbers are not finite
-    replay      one step, computed again   twin      the plain copy that computes it
-    leaving     how a rank ends            run       what the agent knows of all ranks
-    loading     loaders and their samplers   compare   two runs of one script
-    datasets    what a data set holds        sums      gradients that are summed by hand
-    checks, inputs, samples, losses, values, clipping, traffic, replayed_norm    the clauses
-    replayed    gradients against it       seen      which clauses had something to look at
-    verdict     findings to causes         command   start, listen, stop (`child`), exit status
+In the script's process, of torch and the standard library alone, drawing no random number:
 
-`boot`, `probe`, `guard`, `calls`, `window`, `layout`, `link`, `blocked`, `finite`, `loading`,
-`datasets`, `sums`, `replay`, `twin` and `leaving` run in the script's process: they import torch
-and the standard library only, and draw no random number.
+    boot/     the start-up hook               probe     hooks of modules and optimizers
+    calls     functions of torch, observed    guard     keeps hooks out of the script's way
+    window    what a step was given           layout    names, wrappers and parts of parameters
+    loading   loaders, samplers, data sets    replay    one step, computed again by a plain copy
+    link      socket, heartbeat, flight recorder, and how the rank ends
+
+In the process of the command:
+
+    command   options, exit status            agent     starts, listens, stops
+    run       what is known of all ranks      norm      what a norm and a finding are
+    data, numbers, reduction, replayed        the norms of a step
+    traffic   the norms of a run              verdict   findings to causes; `page` shows them
+    compare   two runs of one script
 
 Values. With `--replay k` each rank keeps step k's inputs, random state and the gradients of the
 model's outputs, computes its own gradient again with a plain copy of the model, and the agent holds

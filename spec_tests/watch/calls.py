@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from typing import Any
 
 import torch
@@ -12,16 +13,17 @@ import torch.distributed.algorithms.join
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
-from .guard import Current, hooked, outwards, quiet, wrapped, wrapped_always
-from .layout import Names, local_of
+from .guard import Current, observe, outwards, quiet, watching
+from .layout import is_dtensor, local_of
 from .link import script_line, script_path
-from .sums import all_reduce
-from .window import KEPT
+from .window import KEPT, Window
 
 _LOSS = "trainspec_watch"  # under which a loss is found again in its graph
 _OF_CHECKPOINTS = (  # options that are not handed on to the function
     *("use_reentrant", "preserve_rng_state", "context_fn", "determinism_check", "debug"),
 )
+_ALL_REDUCE = ("tensor", "op", "group", "async_op")
+_CLOSE = 1e-3  # of a norm: half of it, or twice, is far
 _LINEAR = ("Div", "Mul", "ToCopy", "Squeeze", "View", "Unsqueeze")  # nodes: of a factor, or none
 _MEANS = (
     *("Mean", "MseLoss", "SmoothL1Loss", "HuberLoss", "NllLoss", "NllLoss2D"),
@@ -30,32 +32,29 @@ _MEANS = (
 
 
 def start() -> None:
-    """Wrap these functions in this process."""
-    clip = wrapped(torch.nn.utils.clip_grad_norm_, clip_grad_norm)
-    torch.nn.utils.clip_grad_norm_ = torch.nn.utils.clip_grad.clip_grad_norm_ = clip
-    optimizer: Any = torch.optim.Optimizer
-    optimizer.load_state_dict = wrapped(optimizer.load_state_dict, load_state)
-    module: Any = nn.Module
-    for owner in (optimizer, module):
-        owner.zero_grad = hooked(owner.zero_grad, after=_cleared)
-    context: Any = torch.distributed.algorithms.join.Join
-    context.__enter__ = hooked(context.__enter__, before=_joined)
-    schedules: Any = torch.optim.lr_scheduler.LRScheduler
-    schedules.step = hooked(schedules.step, before=_scheduled)
-    scaler: Any = torch.amp.GradScaler
-    scaler.scale = hooked(scaler.scale, before=_scaled)
-    scaler.unscale_ = hooked(scaler.unscale_, before=_unscaled)
-    torch.autograd.backward = hooked(torch.autograd.backward, before=_begun)
-    for name in ("send", "recv", "isend", "irecv") if dist.is_available() else ():
-        exchange = hooked(getattr(dist, name), before=_exchanged)
-        setattr(dist, name, exchange)
-        setattr(dist.distributed_c10d, name, exchange)  # where `P2POp` compares with it
+    """Observe these functions in this process."""
+    optimizer, module, scaler = torch.optim.Optimizer, nn.Module, torch.amp.GradScaler
+    observe("zero_grad", optimizer, after=_cleared)
+    observe("zero_grad", module, after=_cleared)
+    observe("load_state_dict", optimizer, around=load_state)
+    observe("clip_grad_norm_", nn.utils, nn.utils.clip_grad, around=clip_grad_norm)
+    observe("step", torch.optim.lr_scheduler.LRScheduler, before=_scheduled)
+    observe("scale", scaler, before=_scaled)
+    observe("unscale_", scaler, before=_unscaled)
+    observe("backward", torch.autograd, before=_begun)
+    observe("cross_entropy", nn.functional, after=_weighed)
+    observe("checkpoint", torch.utils.checkpoint, around=checkpoint, is_watched=watching)
     if dist.is_available():
-        reduce = wrapped(dist.all_reduce, all_reduce)
-        dist.all_reduce = dist.distributed_c10d.all_reduce = reduce
-    activations = torch.utils.checkpoint
-    activations.checkpoint = wrapped_always(activations.checkpoint, checkpoint)
-    nn.functional.cross_entropy = hooked(nn.functional.cross_entropy, after=_weighed)
+        both = (dist, dist.distributed_c10d)  # where `P2POp` compares with what it is given
+        for name in ("send", "recv", "isend", "irecv"):  # gloo's flight recorder leaves them out
+            observe(name, *both, before=_exchanged)
+        observe("all_reduce", *both, around=all_reduce)
+        join = torch.distributed.algorithms.join.Join  # uneven inputs are meant
+        observe("__enter__", join, before=lambda probe, _: probe.connect().send("join"))
+
+
+def _exchanged(probe: Any, *arguments: Any, **keywords: Any) -> None:
+    probe.connect().has_messages = True
 
 
 def clip_grad_norm(
@@ -66,34 +65,32 @@ def clip_grad_norm(
     with_gradient = [p for p in parameters if p.grad is not None]
     kind = float(rest[0] if rest else keywords.get("norm_type", 2.0))
     norms: list[float] = []
-
-    def take(probe: Any) -> None:
-        norms.extend(_norms(with_gradient, kind))
-
-    def compare(probe: Any) -> None:
-        if norms:
-            index = max(range(len(norms)), key=norms.__getitem__)
-            del probe.clips[:-8]  # of parameters that no optimizer has
-            probe.clips.append(
-                {
-                    "max": float(max_norm),
-                    "kind": kind,
-                    "parts": [
-                        _contribution(probe.names, p, norm)
-                        for p, norm in zip(with_gradient, norms, strict=True)
-                    ],
-                    "place": script_line(),
-                    "largest": with_gradient[index],
-                    "backwards": probe.window.backwards(with_gradient),
-                    "norm": norms[index],
-                    "clipped": _norms([with_gradient[index]], kind)[0],
-                }
-            )
-
-    quiet(take)()
+    quiet(lambda probe: norms.extend(_norms(with_gradient, kind)))()
     result = original(parameters, max_norm, *rest, **keywords)
-    quiet(compare)()
+    if norms:
+        quiet(_clipped)(with_gradient, norms, kind, float(max_norm))
     return result
+
+
+def _clipped(
+    probe: Any, parameters: list[Tensor], norms: list[float], kind: float, most: float
+) -> None:
+    largest = max(range(len(norms)), key=norms.__getitem__)
+    entries = [probe.names.entry(p, "?") for p in parameters]
+    del probe.clips[:-8]  # of parameters that no optimizer has
+    probe.clips.append(
+        {
+            "max": most,
+            "kind": kind,
+            # Each norm on this rank, and which part of the whole that is.
+            "parts": [[n, e.kind, list(e.shard)] for n, e in zip(norms, entries, strict=True)],
+            "place": script_line(),
+            "largest": parameters[largest],
+            "backwards": probe.window.backwards(parameters),
+            "norm": norms[largest],
+            "clipped": _norms([parameters[largest]], kind)[0],
+        }
+    )
 
 
 def _norms(parameters: list[Any], kind: float) -> list[float]:
@@ -101,12 +98,6 @@ def _norms(parameters: list[Any], kind: float) -> list[float]:
     parts = [local_of(p.grad) for p in parameters]
     found = [torch.linalg.vector_norm(g, kind, dtype=torch.float32) for g in parts]
     return [] if not found else torch.stack(found).tolist()
-
-
-def _contribution(names: Names, parameter: Tensor, norm: float) -> list[Any]:
-    """Return a gradient's norm on this rank, and which part of the whole that is."""
-    entry = names.entry(parameter, "?")
-    return [norm, entry.kind, list(entry.shard)]
 
 
 def norm_again(probe: Any, parameters: list[Any]) -> dict[str, Any] | None:
@@ -126,7 +117,6 @@ def norm_again(probe: Any, parameters: list[Any]) -> dict[str, Any] | None:
     }
 
 
-@quiet
 def _cleared(probe: Any, result: None, owner: Any, *rest: Any, **keywords: Any) -> None:
     """Gradients were cleared: what came before does not go into a step that is computed again."""
     groups = getattr(owner, "param_groups", None)
@@ -166,43 +156,21 @@ def _loaded(probe: Any, optimizer: Any, before: list[dict[str, Any]]) -> None:
     }
 
 
-@quiet
-def _joined(probe: Any, context: Any) -> None:
-    """The script enters `Join`: uneven inputs are meant."""
-    probe.connect().send("join")
-
-
-@quiet
-def _exchanged(probe: Any, *arguments: Any, **keywords: Any) -> None:
-    """The script sends or receives, which the flight recorder of gloo leaves out."""
-    probe.connect().has_messages = True
-
-
-@quiet
 def _scheduled(probe: Any, scheduler: Any, *arguments: Any, **keywords: Any) -> None:
     """Count how often a schedule is stepped since the last step of an optimizer."""
     counted = probe.window.scheduled.setdefault(id(scheduler), [0, script_line()])
     counted[0] += 1
 
 
-@quiet
 def _scaled(probe: Any, scaler: Any, outputs: Any) -> None:
     """A loss is scaled: remember until the step that its gradients are to be unscaled."""
     if scaler.is_enabled():
-        probe.scaled[id(scaler)] = 1.0
+        probe.scaled.add(id(scaler))
         probe.has_scaler = True
 
 
-@quiet
-def _unscaled(probe: Any, scaler: Any, optimizer: Any) -> None:
-    probe.scaled.pop(id(scaler), None)
-
-
-def left_scaled(probe: Any, optimizer: Any) -> bool:
-    """Return whether an optimizer is about to step with gradients of a scaled loss."""
-    left = bool(probe.scaled) and getattr(optimizer, "grad_scale", None) is None
-    probe.scaled = {}
-    return left
+def _unscaled(probe: Any, scaler: Any, *arguments: Any, **keywords: Any) -> None:
+    probe.scaled.discard(id(scaler))
 
 
 def checkpoint(original: Any, function: Any, *arguments: Any, **keywords: Any) -> Any:
@@ -213,7 +181,6 @@ def checkpoint(original: Any, function: Any, *arguments: Any, **keywords: Any) -
     return function(*arguments, **own)
 
 
-@quiet
 def _weighed(
     probe: Any,
     result: Tensor,
@@ -236,11 +203,11 @@ def _weighed(
 
 def _keep(probe: Any, tokens: Tensor | None, of: str, value: Tensor) -> dict[str, Any]:
     """Keep a loss; what it weighs is known when its gradient arrives."""
-    loss = {"tokens": tokens, "weight": None, "of": of, "value": value.detach(), "task": 0}
+    loss = {"tokens": tokens, "weight": None, "of": of, "task": 0}
     # A mean by hand may be one of several losses; tokens are of one, on whatever line it is called.
     place = script_line()
     loss |= {"place": place, "path": place if tokens is not None else script_path()}
-    loss |= {"is_cleared": False, "is_whole": False}
+    loss |= {"is_bad": ~value.detach().isfinite(), "is_cleared": False, "is_whole": False}
     del probe.window.losses[:-KEPT]
     probe.window.losses.append(loss)
     return loss
@@ -250,7 +217,6 @@ def _weigh(loss: dict[str, Any], gradient: Tensor) -> None:
     loss |= {"weight": gradient, "task": torch._C._current_graph_task_id()}
 
 
-@quiet
 def _begun(probe: Any, tensors: Any, *rest: Any, **keywords: Any) -> None:
     """A backward begins: remember of a loss whether it is all that the backward begins with."""
     node = getattr(tensors, "grad_fn", None)
@@ -258,18 +224,19 @@ def _begun(probe: Any, tensors: Any, *rest: Any, **keywords: Any) -> None:
     if isinstance(tensors, Tensor) and tensors.numel() == 1 and not is_nested:
         del probe.window.roots[:-KEPT]
         probe.window.roots.append(tensors.detach())
-    is_linear = True
+    is_linear = not is_nested
     for _ in range(8):  # such as a division, and a GradScaler's product
-        if node is None or _LOSS in node.metadata:
-            break
+        if node is None:
+            return
+        if _LOSS in node.metadata:
+            node.metadata[_LOSS]["is_whole"] = True
+            return
         name = node.name().partition("Backward")[0]
-        if is_linear and name in _MEANS and not is_nested:
+        if is_linear and name in _MEANS:
             _begun_with_mean(probe, tensors, node, name)
             return
         is_linear = is_linear and name in _LINEAR
         node = _before(node)
-    if node is not None and _LOSS in node.metadata:
-        node.metadata[_LOSS]["is_whole"] = True
 
 
 def _before(node: Any) -> Any:
@@ -300,3 +267,63 @@ def loss_scale(frame: Any) -> float:
         if type(owner).__name__ == "GradScaler" and owner.is_enabled():
             return float(owner.get_scale())
     return 1.0
+
+
+# ------------------------------------------------------------------------------------ sums by hand
+# A step that is given gradients as `all_reduce` has summed them is given as many times the mean as
+# there are ranks. Each norm is a pass over the gradients: they are taken for one step alone.
+
+
+def made(probe: Any, parameter: Tensor) -> None:
+    """A backward has added to a gradient: keep its norm, if no wrapper reduces it."""
+    is_by_hand = probe.names.of(parameter).wrapper is None
+    grad = parameter.grad if is_by_hand and _is_due(probe) else None
+    if grad is not None and grad.layout is torch.strided:
+        probe.window.made[id(parameter)] = (grad.numel(), _norm(grad))
+
+
+def all_reduce(original: Any, *arguments: Any, **keywords: Any) -> Any:
+    """Reduce a tensor, and keep its norms if it is summed at once."""
+    given = dict(zip(_ALL_REDUCE, arguments, strict=False)) | keywords
+    norms: list[Tensor] = []
+
+    def before(probe: Any) -> None:
+        tensor = given.get("tensor")
+        if not _is_due(probe) or not isinstance(tensor, Tensor) or is_dtensor(tensor):
+            return
+        is_sum = given.get("op", dist.ReduceOp.SUM) == dist.ReduceOp.SUM
+        is_whole = dist.get_world_size(given.get("group")) == dist.get_world_size()
+        if is_sum and is_whole and not given.get("async_op") and tensor.is_floating_point():
+            norms.append(_norm(tensor))
+
+    def after(probe: Any) -> None:
+        tensor = given["tensor"]
+        probe.window.summed += [(tensor.numel(), norm, _norm(tensor)) for norm in norms]
+
+    quiet(before)()
+    result = original(*arguments, **keywords)
+    quiet(after)()
+    return result
+
+
+def norm_of_sums(window: Window, parameters: list[Tensor]) -> float | None:
+    """Return the norm of the sums, if they are of all gradients as the backwards left them."""
+    own = [window.made[id(p)] for p in parameters if id(p) in window.made]
+    least = 1 if any(size == 1 for size, _ in own) else 2  # a loss to be shown is no gradient
+    summed = [each for each in window.summed if each[0] >= least]
+    if not own or sum(size for size, _ in own) != sum(size for size, _, _ in summed):
+        return None
+    columns = ([n for _, n in own], [n for _, n, _ in summed], [n for _, _, n in summed])
+    of_backwards, before, after = (math.hypot(*map(float, each)) for each in columns)
+    return after if abs(before - of_backwards) < _CLOSE * of_backwards else None
+
+
+def _is_due(probe: Any) -> bool:
+    """Return whether an optimizer's next step is the one that is looked at."""
+    due = (probe.options["replay"] or 2) - 1
+    steps = [each.steps for each in probe.optimizers.values()] or [0]
+    return dist.is_initialized() and dist.get_world_size() > 1 and due in steps
+
+
+def _norm(tensor: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(tensor, dtype=torch.float64)

@@ -43,8 +43,7 @@ def _whole(step: Step, key: str) -> dict[str, float]:
     found: dict[str, dict[tuple[Any, ...], float]] = {}
     for rank, event in step.events.items():
         for entry, value in zip(step.layout(rank), event[key], strict=True):
-            part = {"sharded": tuple(entry["shard"]), "tensor": tuple(entry["shard"])}
-            where = (rank,) if entry["kind"] == "flat" else part.get(entry["kind"], ())
+            where = (rank,) if entry["kind"] == "flat" else tuple(entry["shard"])
             if value is not None:
                 found.setdefault(entry["name"], {}).setdefault(where, value)
     return {name: math.hypot(*parts.values()) for name, parts in found.items()}

@@ -7,13 +7,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
-Function = TypeVar("Function", bound=Callable[..., Any])
+Hook = Callable[..., None]
 
 
 class Current:
@@ -41,7 +41,7 @@ def _is_traced() -> bool:
     )
 
 
-def quiet(hook: Callable[..., None]) -> Callable[..., None]:
+def quiet(hook: Hook) -> Hook:
     """Give a hook the probe, and keep its errors and its operations from the script."""
 
     @functools.wraps(hook)
@@ -65,59 +65,44 @@ def quiet(hook: Callable[..., None]) -> Callable[..., None]:
     return guarded
 
 
-def wrapped(
-    original: Function,
-    observed: Callable[..., Any],
-    *,
+def watching() -> bool:
+    """Return whether a call is watched, by the probe's own doing too."""
+    return not torch.compiler.is_compiling() and Current.probe is not None
+
+
+def observe(
+    name: str,
+    *owners: Any,
+    before: Hook | None = None,
+    after: Hook | None = None,
+    around: Callable[..., Any] | None = None,
     is_watched: Callable[[], bool] = lambda: probe_to_ask() is not None,
-) -> Function:
-    """Return a function that is observed on its way to `original`, where it is watched."""
-
-    @functools.wraps(original)
-    def wrapper(*arguments: Any, **keywords: Any) -> Any:
-        if not is_watched():
-            return original(*arguments, **keywords)
-        return observed(original, *arguments, **keywords)
-
-    return wrapper  # type: ignore[return-value]
-
-
-def wrapped_always(original: Function, observed: Callable[..., Any]) -> Function:
-    """Return a function that is observed also while the probe itself computes."""
-
-    def is_watched() -> bool:
-        return not torch.compiler.is_compiling() and Current.probe is not None
-
-    return wrapped(original, observed, is_watched=is_watched)
-
-
-def wrapped_in_forks(original: Function, observed: Callable[..., Any]) -> Function:
-    """Return a function that is observed also in forks of a rank, which have no probe."""
-    return wrapped(original, observed, is_watched=lambda: True)
-
-
-def hooked(
-    original: Function,
-    *,
-    before: Callable[..., None] | None = None,
-    after: Callable[..., None] | None = None,
-) -> Function:
-    """Return a function with quiet hooks.
+) -> None:
+    """Replace a function in each of its owners by one that is observed, where it is watched.
 
     Args:
-        before: called with what `original` is given.
-        after: called with the result of `original` and what it was given.
+        before: a quiet hook, given the probe and what the function is given.
+        after: a quiet hook, given the probe, the function's result and what it was given.
+        around: called in place of the function, with the function and what it is given.
     """
+    original = getattr(owners[0], name)
+    begin, end = (None if hook is None else quiet(hook) for hook in (before, after))
 
-    def observed(original: Function, *arguments: Any, **keywords: Any) -> Any:
-        if before is not None:
-            before(*arguments, **keywords)
+    @functools.wraps(original)
+    def observed(*arguments: Any, **keywords: Any) -> Any:
+        if not is_watched():
+            return original(*arguments, **keywords)
+        if around is not None:
+            return around(original, *arguments, **keywords)
+        if begin is not None:
+            begin(*arguments, **keywords)
         result = original(*arguments, **keywords)
-        if after is not None:
-            after(result, *arguments, **keywords)
+        if end is not None:
+            end(result, *arguments, **keywords)
         return result
 
-    return wrapped(original, observed)
+    for owner in owners:
+        setattr(owner, name, observed)
 
 
 def is_inside(key: int) -> bool:

@@ -1,10 +1,11 @@
-"""What a tensor is on this rank: replicated or sharded, its name, its ties, a hash of its bytes."""
+"""What a tensor is on this rank: its name, wrapper, part and ties; its hash and its norm."""
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ from torch import Tensor, nn
 
 PREFIXES = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 VIEWS = ((torch.int64, 8), (torch.int32, 4), (torch.int16, 2), (torch.uint8, 1))
+_WIDE = (torch.float64, torch.float32)
+_FLOATS = (*_WIDE, torch.bfloat16, torch.float16)
 _MIX = -7046029254386353131  # an odd number with well-spread bits: neighbours get unlike weights
 
 
@@ -40,24 +43,49 @@ class Entry:
     is_added: bool = False
 
 
+@dataclass
+class Known:
+    """What is known of one parameter while it lives.
+
+    Attributes:
+        name: in a module that was called at the top, or "".
+        kind, ranks: as of an `Entry`, of a parameter that is no DTensor.
+        wrapper: the DistributedDataParallel that has it.
+        is_fsdp: whether a unit of FSDP2 has it.
+        is_counted: whether the backwards that reach it are counted.
+        places: the modules that it was registered in, each with the name there; two are a tie.
+    """
+
+    parameter: weakref.ref[Tensor]
+    name: str = ""
+    kind: str = "plain"
+    ranks: tuple[int, ...] = ()
+    wrapper: weakref.ref[Any] | None = None
+    is_fsdp: bool = False
+    is_added: bool = False
+    is_counted: bool = False
+    places: list[tuple[weakref.ref[nn.Module], str]] = field(default_factory=list)
+
+
 class Names:
     """Names, wrappers and ties of the parameters of all modules that were called at the top."""
 
     def __init__(self) -> None:
-        self.of: dict[int, str] = {}
-        self.ddp: dict[int, tuple[tuple[int, ...], weakref.ref[Any]]] = {}
-        self.fsdp: set[int] = set()
+        self.known: dict[int, Known] = {}
+        self.count = 0  # of names that were given
         self.units: set[int] = set()  # modules whose parameters FSDP2 shards
-        self._known: set[int] = set()
+        self.shards: dict[tuple[int, str], tuple[str, weakref.ref[Tensor]]] = {}
         self._wrappers: list[weakref.ref[Any]] = []
         self._wrapper: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
-        self.ignored: set[int] = set()
-        self.added: set[int] = set()
-        self.flat: dict[int, tuple[int, ...]] = {}
-        self.trainable: dict[int, weakref.ref[Tensor]] = {}
-        self.shards: dict[tuple[int, str], tuple[str, weakref.ref[Tensor]]] = {}
-        self._registered: dict[int, list[tuple[weakref.ref[nn.Module], str]]] = {}
         self._ties: list[list[tuple[weakref.ref[nn.Module], str]]] = []
+
+    def of(self, parameter: Tensor) -> Known:
+        """Return what is known of a parameter; it is forgotten when the parameter goes."""
+        known = self.known.get(id(parameter))
+        if known is None:
+            known = self.known[id(parameter)] = Known(weakref.ref(parameter))
+            weakref.finalize(parameter, self.known.pop, id(parameter), None)
+        return known
 
     def register_module(self, owner: nn.Module) -> None:
         """Remember a DistributedDataParallel: a script may call the module inside it."""
@@ -67,9 +95,7 @@ class Names:
     def register(self, module: nn.Module, name: str, parameter: Tensor | None) -> None:
         """Remember who registered a parameter: two places for one are a tie."""
         if parameter is not None:
-            places = self._registered.setdefault(id(parameter), [])
-            if not places:
-                weakref.finalize(parameter, self._registered.pop, id(parameter), None)
+            places = self.of(parameter).places
             places.append((weakref.ref(module), name))
             if len(places) == 2:  # once, whatever comes later
                 self._ties.append(places)
@@ -81,80 +107,69 @@ class Names:
             group = getattr(wrapper, "process_group", None)
             if wrapper is not None and group in dist.distributed_c10d._world.pg_group_ranks:
                 self._learn_ddp(wrapper)  # not one of a world that was destroyed
-        for name, module in root.named_modules():
-            if isinstance(module, nn.parallel.DistributedDataParallel):
-                self._wrapper[root] = weakref.ref(module)
-            elif type(module).__name__ == "FullyShardedDataParallel":
-                inner: Any = module.process_group
-                ranks = tuple(dist.get_process_group_ranks(inner))
-                self.flat |= {id(p): ranks for p in module.parameters()}
-            if any(each.__name__ == "FSDPModule" for each in type(module).__mro__):
-                self.fsdp |= {id(p) for p in module.parameters()}
-            self._learn_parameters(module, plain_name(name))
         labels = {id(module): plain_name(name) for name, module in root.named_modules()}
+        for module in root.modules():
+            self._learn_wrapper(root, module)
+            for name, own in module._parameters.items():
+                if own is not None:
+                    self._name(module, labels, name, own, is_shard=is_dtensor(own))
         for module in root.modules():
             self._learn_shards(module, labels)
 
-    def _learn_parameters(self, module: nn.Module, label: str) -> None:
-        for name, parameter in module._parameters.items():
-            if parameter is None:
-                continue
-            full = ".".join(filter(None, (label, name)))
-            self._know(parameter)
-            self.of.setdefault(id(parameter), full)
-            if parameter.requires_grad:
-                self.trainable[id(parameter)] = weakref.ref(parameter)
-            if is_dtensor(parameter):
-                self.shards[id(module), name] = (full, weakref.ref(parameter))
+    def _learn_wrapper(self, root: nn.Module, module: nn.Module) -> None:
+        kinds = [each.__name__ for each in type(module).__mro__]
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            self._wrapper[root] = weakref.ref(module)
+        for parameter in module.parameters() if "FSDPModule" in kinds else ():
+            self.of(parameter).is_fsdp = True
+        if kinds[0] == "FullyShardedDataParallel":
+            inner: Any = module.process_group
+            for parameter in module.parameters():
+                known = self.of(parameter)
+                known.kind, known.ranks = "flat", tuple(dist.get_process_group_ranks(inner))
+
+    def _name(
+        self, owner: nn.Module, labels: dict[int, str], name: str, of: Tensor, *, is_shard: bool
+    ) -> None:
+        full = ".".join(filter(None, (labels[id(owner)], name)))
+        known = self.of(of)
+        self.count += not known.name
+        known.name = known.name or full
+        if is_shard:
+            self.shards[id(owner), name] = (full, weakref.ref(of))
 
     def _learn_shards(self, module: nn.Module, labels: dict[int, str]) -> None:
         """Read the shards of a unit whose full weights are in place, as `unshard()` leaves them."""
         units = unit_parameters(module)
         if _is_unit(module):  # a DTensor, or full weights that are in place
-            known = {id(getattr(own, "_unsharded_param", None)) for own in units}
-            self.added |= {id(p) for p in module.parameters() if not is_dtensor(p)} - known
+            whole = {id(getattr(own, "_unsharded_param", None)) for own in units}
+            for parameter in module.parameters():
+                if not is_dtensor(parameter) and id(parameter) not in whole:
+                    self.of(parameter).is_added = True
         for own in units:
-            self.units.add(id(own._module_info.module))
             owner, name = own._module_info.module, own._module_info.param_name
-            shard = own.sharded_param
-            self.fsdp.add(id(shard))
+            self.units.add(id(owner))
+            self.of(own.sharded_param).is_fsdp = True
             if id(owner) in labels and (id(owner), name) not in self.shards:
-                full = ".".join(filter(None, (labels[id(owner)], name)))
-                self._know(shard)
-                self.of.setdefault(id(shard), full)
-                self.trainable[id(shard)] = weakref.ref(shard)
-                self.shards[id(owner), name] = (full, weakref.ref(shard))
+                self._name(owner, labels, name, own.sharded_param, is_shard=True)
 
     def talks(self, root: nn.Module) -> bool:
         """Whether the forward of a module communicates by a wrapper or a layer that is known."""
         known = ("FSDPModule", "FullyShardedDataParallel", "SyncBatchNorm")
         return any(each.__name__ in known for m in root.modules() for each in type(m).__mro__)
 
-    def _know(self, parameter: Tensor) -> None:
-        """Forget what is known of a parameter when it goes: another may get its id."""
-        if id(parameter) not in self._known:
-            self._known.add(id(parameter))
-            weakref.finalize(parameter, self._forget, id(parameter))
-
-    def _forget(self, key: int) -> None:
-        for known in (self.of, self.ddp, self.flat, self.trainable):
-            known.pop(key, None)  # type: ignore[attr-defined]
-        self.ignored.discard(key)
-        self.added.discard(key)
-        self.fsdp.discard(key)
-        self._known.discard(key)
-
     def _learn_ddp(self, module: nn.parallel.DistributedDataParallel) -> None:
         ranks = tuple(dist.get_process_group_ranks(module.process_group))
         ignored = getattr(module, "parameters_to_ignore", ())
         own = getattr(module, "_module_parameters", None)
         for name, parameter in module.module.named_parameters():
-            self._know(parameter)
-            if own is not None and not any(parameter is each for each in own):
-                self.added.add(id(parameter))
-            self.ddp[id(parameter)] = (ranks, weakref.ref(module))
-            if name in ignored:
-                self.ignored.add(id(parameter))
+            known = self.of(parameter)
+            known.is_added |= own is not None and not any(parameter is each for each in own)
+            known.wrapper = weakref.ref(module)
+            if name in ignored or known.kind == "local":
+                known.kind = "local"
+            else:
+                known.kind, known.ranks = "ddp", ranks
 
     def wrapper(self, root: nn.Module) -> Any:
         """Return the DistributedDataParallel that a root is or has, if any."""
@@ -168,36 +183,29 @@ class Names:
         """Rename parameters of an optimizer whose models call them alike, by their places in it."""
         taken = set()
         for label, parameter in labelled:
-            name = self.of.get(id(parameter))
-            if name is not None and name in taken:
-                self.of[id(parameter)] = f"{name} ({label})"
+            known = self.of(parameter)
+            name = known.name
+            if name and name in taken:
+                known.name = f"{name} ({label})"
             taken.add(name)
 
     def entry(self, parameter: Tensor, label: str) -> Entry:
         """Describe a parameter of an optimizer; `label` is its name where no module has it."""
-        key = id(parameter)
-        kind = "plain"
-        ranks: tuple[int, ...] = ()
+        known = self.of(parameter)
+        kind, ranks = known.kind, known.ranks
         shard: tuple[int, ...] = ()
         if is_dtensor(parameter):
-            kind, ranks, shard = _of_mesh(parameter)
-            kind = kind if key in self.fsdp else "tensor"
-        elif key in self.flat:
-            kind, ranks = "flat", self.flat[key]
-        elif key in self.ignored:
-            kind = "local"
-        elif key in self.ddp:
-            kind, ranks = "ddp", self.ddp[key][0]
-        name = self.of.get(key, label)
+            kind = "sharded" if known.is_fsdp else "tensor"
+            ranks, shard = _of_mesh(parameter)
         return Entry(
-            name,
+            known.name or label,
             tuple(parameter.shape),
             kind,
             ranks,
             shard,
-            key in self.of,
+            bool(known.name),
             parameter.requires_grad,
-            key in self.added and kind in ("plain", "ddp"),
+            known.is_added and kind in ("plain", "ddp"),
         )
 
     @property
@@ -210,9 +218,9 @@ class Names:
         found = []
         for places in self._ties:
             alive = [(module, name) for ref, name in places if (module := ref()) is not None]
-            now = [(m, n, p) for m, n in alive if (p := m._parameters.get(n)) is not None]
-            names = [self.of.get(id(p), n) for _, n, p in now]
-            if len({id(p) for _, _, p in now}) > 1 and all(id(p) in self.of for _, _, p in now):
+            now = [p for module, name in alive if (p := module._parameters.get(name)) is not None]
+            names = [self.of(p).name for p in now]
+            if len({id(p) for p in now}) > 1 and all(names):
                 found.append((names[0], names[-1]))
         return found
 
@@ -270,23 +278,32 @@ def _is_unit(module: nn.Module) -> bool:
     return any(kind.startswith("torch.") for kind in kinds)
 
 
-def _of_mesh(parameter: Any) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
+def _of_mesh(parameter: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     mesh, placements = parameter.device_mesh, parameter.placements
     at = mesh.get_coordinate() or [-1] * mesh.ndim
     shard = tuple(c for c, p in zip(at, placements, strict=True) if not p.is_replicate())
-    return "sharded", tuple(mesh.mesh.flatten().tolist()), shard
+    return tuple(mesh.mesh.flatten().tolist()), shard
+
+
+def part_of(parameter: Any) -> tuple[int, int, int] | None:
+    """Return the dim that a DTensor is sharded along, the number of parts, and its own."""
+    at = parameter.device_mesh.get_coordinate() if is_dtensor(parameter) else None
+    if at is not None:
+        for mesh_dim, placement in enumerate(parameter.placements):
+            if not placement.is_replicate():
+                return placement.dim, parameter.device_mesh.size(mesh_dim), at[mesh_dim]
+    return None
 
 
 def own_part(full: Tensor, shard: Any) -> Tensor | None:
     """Return the part of a full tensor that a DTensor holds here; None where it is not plain."""
-    dims = [(d, p) for d, p in enumerate(shard.placements) if not p.is_replicate()]
-    if len(dims) != 1 or type(dims[0][1]).__name__ != "Shard" or full.shape != shard.shape:
+    kinds = [type(p).__name__ for p in shard.placements if not p.is_replicate()]
+    part = part_of(shard) if kinds == ["Shard"] and full.shape == shard.shape else None
+    if part is None:
         return None
-    mesh_dim, placement = dims[0]
-    at = shard.device_mesh.get_coordinate()
-    parts = torch.chunk(full, shard.device_mesh.size(mesh_dim), dim=placement.dim)
-    index = at[mesh_dim] if at is not None else len(parts)
-    return parts[index] if index < len(parts) else None
+    dim, parts, index = part
+    pieces = full.chunk(parts, dim=dim)
+    return pieces[index] if index < len(pieces) else None
 
 
 def fingerprint(tensor: Tensor, *, is_mixed: bool = False) -> Tensor:
@@ -318,3 +335,37 @@ def mixed_places(size: int, device: torch.device) -> Tensor:
     """Return a weight for each place, so that equal numbers in other places have another sum."""
     mixed = torch.arange(1, size + 1, dtype=torch.int64, device=device) * _MIX
     return mixed ^ (mixed >> 29)
+
+
+def norms_of(tensors: list[Tensor | None]) -> list[float]:
+    """Return the norm of each tensor's part on this rank, 0 of one that has no number."""
+    found = [0.0] * len(tensors)
+    parts = [(place, local) for place, t in enumerate(tensors) if (local := _part(t)) is not None]
+    for is_wide in (True, False):
+        own = [(place, part) for place, part in parts if (part.dtype in _WIDE) is is_wide]
+        if own:
+            dtype = None if is_wide else torch.float32
+            values = torch._foreach_norm([part for _, part in own], 2, dtype=dtype)
+            together = torch.stack([v.double().to(values[0].device) for v in values]).tolist()
+            for (place, _), value in zip(own, together, strict=True):
+                found[place] = value
+    return found
+
+
+def not_finite(entries: list[Entry], tensors: list[Tensor | None], known: list[float]) -> list[str]:
+    """Return the names of tensors that are not finite, given their norms.
+
+    The sum of squares may be infinite where no number is.
+    """
+    doubted = [index for index, value in enumerate(known) if not math.isfinite(value)]
+    parts = [(index, _part(tensors[index])) for index in doubted]
+    return [entries[i].name for i, p in parts if p is not None and not p.isfinite().all()]
+
+
+def _part(tensor: Tensor | None) -> Tensor | None:
+    local = None if tensor is None else local_of(tensor)
+    if local is not None and local.layout is torch.sparse_coo:
+        local = local._values()
+    if local is None or local.dtype not in _FLOATS or not local.numel():
+        return None
+    return local if local.untyped_storage().nbytes() else None  # freed: gathered when needed

@@ -11,6 +11,7 @@ import ctypes
 import json
 import os
 import pickle
+import platform
 import signal
 import socket
 import sys
@@ -24,20 +25,28 @@ from typing import Any
 
 import torch
 
-from .blocked import handled_error, is_blocked
-from .guard import outwards
+from .guard import Current, outwards
 
 BEAT_SECONDS = 1.0
 _OWN = f"{Path(__file__).parent}{os.sep}"
 _INSTALLED = tuple({sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), _OWN})
 _BARE = ("<frozen", "<string", "<eval")
+_TORCH = Path(torch.__file__).parent
+_COLLECTIVE = tuple(
+    str(_TORCH / each) for each in ("distributed/", "nn/parallel/distributed.py", "autograd/graph")
+)
+# These read and write files, start processes, or run the launcher: they wait for no other rank.
+_OTHERS = tuple(
+    str(_TORCH / "distributed" / each) for each in ("checkpoint", "elastic", "launcher", "run.py")
+)
+_FUTEX = {"x86_64": "202", "aarch64": "98"}.get(platform.machine())
 
 
 class Link:
     """The socket of one rank, and the thread that sends heartbeats through it."""
 
     def __init__(self, address: str) -> None:
-        host, port, self._token = address.rsplit(":", 2)
+        host, port, token = address.rsplit(":", 2)
         self._socket = socket.socket()
         self._socket.settimeout(10)
         self._socket.connect((host, int(port)))
@@ -49,7 +58,7 @@ class Link:
         self._handler: Any = None
         self.is_open = True
         self.has_messages = False  # point-to-point
-        self.send("hello", token=self._token, pid=os.getpid())
+        self.send("hello", token=token)
         self._is_over = threading.Event()
         self._heart = threading.Thread(target=self._beat, name="trainspec-watch", daemon=True)
         self._heart.start()
@@ -124,10 +133,12 @@ class Link:
     def _doing(self) -> dict[str, Any]:
         """Return where the main thread is, whether it waits there, and what it is handling."""
         frame, pending = self._frame(), self._records.pending
-        error = handled_error(self._main.ident)
+        # Of an `except` or a `finally`; a triple in Python 3.11.
+        found: Any = sys._current_exceptions().get(self._main.ident or 0)
+        error = found[1] if isinstance(found, tuple) else found
         return {
             "place": script_line(frame),
-            "waits": is_blocked(frame, self._main.native_id, bool(pending)),
+            "waits": _is_blocked(frame, self._main.native_id, bool(pending)),
             "pending": pending,
             "cpu": time.process_time() - time.thread_time(),  # without this thread's own
             "error": None if error is None else error_fields(error),
@@ -135,6 +146,36 @@ class Link:
 
     def _frame(self) -> Any:
         return sys._current_frames().get(self._main.ident or 0)
+
+
+def _is_blocked(frame: Any, thread: int | None, is_pending: bool) -> bool:
+    """Return whether a thread waits in a collective.
+
+    Args:
+        frame: the innermost frame of the thread.
+        thread: its number in the kernel.
+        is_pending: a collective that this process has begun has not ended.
+    """
+    code = None if frame is None else frame.f_code
+    if code is None:
+        return False
+    if code.co_name == "<module>" and code.co_filename.startswith(str(_TORCH)):
+        return False  # torch is being imported
+    if code.co_filename.startswith(_OTHERS):
+        return False
+    if code.co_filename.startswith(_COLLECTIVE):
+        return True
+    # `work.wait()` and `loss.item()` are native calls of the script's own frame, as is a sleep.
+    return is_pending and _is_in_futex(thread)
+
+
+def _is_in_futex(thread: int | None) -> bool:
+    """Return whether a thread waits for another one; True where the kernel does not say."""
+    try:
+        call = Path(f"/proc/self/task/{thread}/syscall").read_text().split()[0]
+    except (OSError, IndexError):
+        return True
+    return _FUTEX is None or call in (_FUTEX, "running")
 
 
 def error_fields(error: BaseException, trace: Any = None) -> dict[str, str]:
@@ -230,3 +271,44 @@ def is_own(frame: Any) -> bool:
     name = frame.f_code.co_filename
     is_in_a_library = any(folder in name for folder in ("site-packages", "dist-packages"))
     return not (name.startswith((*_INSTALLED, *_BARE)) or is_in_a_library)
+
+
+# ------------------------------------------------------------------------------ the end of the rank
+
+
+def raised(hidden: Any, kind: Any, error: Any, trace: Any) -> None:
+    """Say that an exception ends this rank, then hand it to the hook that this one hides."""
+    link = Current.probe.link if Current.probe is not None else None
+    if link is not None:
+        link.send_collectives()
+        link.send("raised", **error_fields(error, trace))
+    hidden(kind, error, trace)
+
+
+def ended() -> None:
+    """Say that this rank ends by itself."""
+    probe = Current.probe
+    if probe is not None and probe.link is not None:
+        probe.link.rest()
+        probe.link.send_collectives()
+        probe.link.send("end", forwards=len(probe.window.forwards))
+
+
+def spawned(original: Any, function: Any, *rest: Any) -> Any:
+    """Run what `torch.multiprocessing.spawn` starts, whose exceptions reach no hook."""
+
+    def reported(*arguments: Any) -> Any:
+        try:
+            return function(*arguments)
+        except Exception as error:
+            raised(lambda *_: None, type(error), error, error.__traceback__)
+            raise
+
+    return original(reported, *rest)
+
+
+def forget() -> None:
+    """Stop watching: in a fork of the rank, such as a worker that loads data."""
+    probe, Current.probe = Current.probe, None
+    if probe is not None and probe.link is not None:
+        probe.link.drop()

@@ -9,8 +9,9 @@ import sys
 import weakref
 import zlib
 from collections import deque
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,13 @@ import torch
 from torch import Tensor
 from torch.utils import data as torch_data
 
-from .datasets import identity
-from .guard import hooked, quiet, wrapped_in_forks
+from .guard import observe
 from .layout import VIEWS, mixed_places
 from .link import script_line
 from .window import tensors_of
 
+_DEPTH, _LOOKED_AT, _OF_EACH, _WORDS = 8, 64, 8, 20_000
+_PLAIN = (str, bytes, int, float, bool, Path, type(None))
 _ENOUGH = 64  # elements of a batch: two smaller ones may be equal by chance
 _KEPT_ROWS = 8192  # of one pass over a loader
 _ORDERED = 16  # samples that show an order: no two passes begin with the same ones by chance
@@ -37,31 +39,27 @@ def start(folder: str) -> None:
     """Observe the data loaders of this process."""
     _state["folder"] = folder
     loader: Any = torch_data.dataloader
-    owner = loader.DataLoader
-    owner.__iter__ = hooked(owner.__iter__, before=_begun, after=_iterated)
-    base = loader._BaseDataLoaderIter
-    base.__next__ = hooked(base.__next__, after=_taken)
-    base._next_index = hooked(base._next_index, after=_drawn)
-    fetcher: Any = torch_data._utils.fetch._MapDatasetFetcher
-    fetcher.fetch = wrapped_in_forks(fetcher.fetch, _fetch)
+    observe("__iter__", loader.DataLoader, before=_begun, after=_iterated)
+    observe("__next__", loader._BaseDataLoaderIter, after=_taken)
+    observe("_next_index", loader._BaseDataLoaderIter, after=_drawn)
+    fetcher = torch_data._utils.fetch._MapDatasetFetcher
+    observe("fetch", fetcher, around=_fetch, is_watched=lambda: True)  # in workers, too
 
 
 class Feed:
     """One pass over a data loader; `fields` are sent with each step that it feeds."""
 
-    def __init__(self, loader: Any, iterator: Any, early: list[list[int]]) -> None:
+    def __init__(self, loader: Any, iterator: Any, coming: deque[list[int]]) -> None:
         sampler = getattr(loader.batch_sampler, "sampler", None) or loader.sampler
         is_split = isinstance(sampler, torch_data.DistributedSampler)
         # The one that a script is to give the epoch.
         both = (sampler, loader.batch_sampler)
         self.sampler = next((each for each in both if hasattr(each, "set_epoch")), None)
-        # Indices of batches that are on their way: workers are given them some batches before.
-        self.coming = deque(early)
+        self.coming = coming
         self.first: list[int] = []
         # Samples that no rank but this one is to have: an order of its own over all of its data.
         self.is_own = type(sampler) is torch_data.RandomSampler and not sampler.replacement
         is_stream = iterator._dataset_kind == torch_data._DatasetKind.Iterable
-        self.workers = loader.num_workers if is_stream else 0
         self.batches: list[list[int]] = []  # the first ones of a stream that workers load
         self.steps = self.rows = self.given = 0
         is_drawn_again = is_stream or getattr(sampler, "replacement", False)
@@ -70,9 +68,9 @@ class Feed:
             "pass": _state["pass"],
             "place": script_line(),
             "batches": _length(loader),
-            "workers": self.workers,
+            "workers": loader.num_workers if is_stream else 0,
             "split": _split(sampler) if is_split else None,
-            "data": identity(loader.dataset) if is_known else None,
+            "data": _identity(loader.dataset) if is_known else None,
             "indices": [],
             "size": 0,
             "epoch": 0,  # passes that a training has begun until this one
@@ -111,12 +109,13 @@ class Feed:
             self.rows += len(rows)
             self.fields["rows"] += rows
         is_large = sum(t.numel() for t in tensors) >= _ENOUGH
-        if self.workers > 1 and is_large and len(self.batches) < 3 * self.workers:
+        workers = self.fields["workers"]
+        if workers > 1 and is_large and len(self.batches) < 3 * workers:
             self.batches.append(_rows(tensors))
-            groups = [self.batches[i :: self.workers] for i in range(self.workers)]
+            groups = [self.batches[i::workers] for i in range(workers)]
             different = {tuple(each) for each in groups[0]}
             if len(different) == 3 and all(group == groups[0] for group in groups):
-                self.fields["doubled"] = self.workers
+                self.fields["doubled"] = workers
 
 
 class Feeds:
@@ -124,8 +123,9 @@ class Feeds:
 
     def __init__(self) -> None:
         self.current: Feed | None = None
-        self.early: list[list[int]] = []  # indices that an iterator takes while it is made
         self.epochs = 0
+        # Indices of batches that are on their way: workers are given them some batches before.
+        self.coming: weakref.WeakKeyDictionary[Any, deque[list[int]]] = weakref.WeakKeyDictionary()
         self.of: weakref.WeakKeyDictionary[Any, Feed] = weakref.WeakKeyDictionary()
         self._trained: weakref.WeakKeyDictionary[Any, dict[Any, int]] = weakref.WeakKeyDictionary()
 
@@ -158,31 +158,28 @@ def fields(feed: Feed | None) -> dict[str, Any] | None:
     return taken
 
 
-@quiet
 def _begun(probe: Any, loader: Any) -> None:
     _state["pass"] += 1
-    probe.feeds.early = []
     if loader._iterator is not None:  # with workers that go on: its last pass is over
         probe.feeds.of.pop(loader._iterator, None)
+        probe.feeds.coming.pop(loader._iterator, None)
     os.environ[_RANK] = str(os.getpid())
 
 
-@quiet
 def _iterated(probe: Any, iterator: Any, loader: Any) -> None:
     if hasattr(iterator, "_dataset_kind"):
-        probe.feeds.of[iterator] = Feed(loader, iterator, probe.feeds.early)
+        coming = probe.feeds.coming.setdefault(iterator, deque())
+        probe.feeds.of[iterator] = Feed(loader, iterator, coming)
 
 
-@quiet
 def _drawn(probe: Any, indices: Any, iterator: Any) -> None:
     """Take what the sampler gives, which a loader hands to its workers some batches before."""
-    feed, numbers = probe.feeds.of.get(iterator), []
+    numbers = []
     with suppress(TypeError):  # keys that are no numbers
         numbers = [*map(operator.index, indices if isinstance(indices, list) else [indices])]
-    (probe.feeds.early if feed is None else feed.coming).append(numbers)
+    probe.feeds.coming.setdefault(iterator, deque()).append(numbers)
 
 
-@quiet
 def _taken(probe: Any, batch: Any, iterator: Any) -> None:
     probe.feeds.current = feed = probe.feeds.of.get(iterator)
     if feed is not None:
@@ -250,3 +247,73 @@ def _generators() -> dict[str, int]:
         _, keys, place, *_ = numpy.get_state()
         found["numpy"] = hash((zlib.crc32(keys.tobytes()), place))
     return found
+
+
+# ------------------------------------------------------------------- whether data sets are the same
+# No sample is read, since that may be slow, draw random numbers or augment. A data set of which two
+# ranks hold different parts differs in what it holds: a list of files, an array of labels, a path.
+
+
+def _identity(data: Any) -> int | None:
+    """Return a hash of what a data set holds; None where it has no table of its samples."""
+    with suppress(Exception):  # the code of a script: its length, its attributes
+        if _has_table(data):
+            return zlib.crc32("\n".join(islice(_words(data, _DEPTH), _WORDS)).encode())
+    return None
+
+
+def _has_table(data: Any) -> bool:
+    """Return whether it holds something with an entry for each sample, as files or labels."""
+    if not isinstance(data, torch_data.Dataset):
+        return _tells(data, len(data))
+    held, size = [*vars(data).values()], len(data)  # type: ignore[arg-type]
+    small = [each for each in held if isinstance(each, list | tuple) and len(each) <= _LOOKED_AT]
+    held += [each for values in small for each in values]
+    inner = [each for each in held if isinstance(each, torch_data.Dataset)]
+    return all(map(_has_table, inner)) if inner else any(_tells(each, size) for each in held)
+
+
+def _tells(value: Any, size: int) -> bool:
+    """Return whether it has `size` entries that are not all alike, and no mere count of them."""
+    is_kept_elsewhere = isinstance(getattr(value, "_fingerprint", None), str)  # Hugging Face
+    is_table = isinstance(value, list | tuple) or _is_array(value) or is_kept_elsewhere
+    if not is_table or len(value) != size or is_kept_elsewhere:
+        return is_table and len(value) == size
+    some = _some(value)
+    if all(isinstance(each, int | float) for each in some):
+        return len({b - a for a, b in pairwise(some)}) > 1
+    return len({" ".join(_words(each, 3)) for each in some}) > 1  # of an object, its type alone
+
+
+def _some(value: Any) -> Sequence[Any]:
+    """Return some entries of a list, a tensor, an array or a table of pandas."""
+    rows = getattr(value, "iloc", value)[:: max(1, len(value) // _LOOKED_AT)]
+    if isinstance(rows, list | tuple):
+        return rows
+    array = rows if isinstance(rows, Tensor) else rows.__array__()
+    flat = array.reshape(len(array), -1)  # a view, also of what is mapped from a file
+    found: list[Any] = flat[:, :: max(1, flat.shape[1] // _OF_EACH)].reshape(-1).tolist()
+    return found
+
+
+def _is_array(value: Any) -> bool:
+    is_array = type(value).__module__.partition(".")[0] in ("numpy", "pandas")
+    return (is_array or isinstance(value, Tensor)) and len(getattr(value, "shape", ())) > 0
+
+
+def _words(value: Any, depth: int) -> Iterator[str]:
+    yield type(value).__name__
+    if isinstance(value, torch_data.Dataset):
+        value = sorted(vars(value).items())
+    elif isinstance(value, dict):
+        value = [*value.items()]
+    if isinstance(value, _PLAIN):
+        yield repr(value)
+    elif isinstance(value, list | tuple):
+        yield str(len(value))
+        for each in _some(value) if depth else ():
+            yield from _words(each, depth - 1)
+    elif _is_array(value):
+        yield f"{tuple(value.shape)} {_some(value)}"
+    elif isinstance(getattr(value, "_fingerprint", None), str):
+        yield value._fingerprint

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -64,6 +63,8 @@ STEP_CHECKS: dict[str, Check] = {}
 def norm(id: str, *, source: str) -> Callable[[Check], Check]:
     """Register a check under the norm that its docstring begins with, and name it in findings.
 
+    Of several findings of one norm the first is reported.
+
     Raises:
         ValueError: for a malformed id or sentence, as of a clause.
     """
@@ -74,8 +75,12 @@ def norm(id: str, *, source: str) -> Callable[[Check], Check]:
 
         @functools.wraps(check)
         def named(*arguments: Any) -> Iterator[Finding]:
+            told: set[str] = set()
             for finding in check(*arguments):
-                yield finding if finding.norm else replace(finding, norm=id)
+                name = finding.norm or id
+                if name not in told:
+                    told.add(name)
+                    yield replace(finding, norm=name)
 
         worlds, everywhere = (1, 2, 3), ("gloo", "cuda")
         fields = (strength, "correct", (), (), source, "2026.1", worlds, everywhere, "", named)
@@ -96,15 +101,15 @@ def step_norm(id: str, *, source: str) -> Callable[[Check], Check]:
 
 
 def rank_norm(id: str, *, source: str) -> Callable[[RankCheck], Check]:
-    """Register a check `(step, rank, event) -> finding`: the first rank that has one is told."""
+    """Register a check `(step, rank, event) -> finding` that is asked of each rank of a step."""
 
     def register(check: RankCheck) -> Check:
         @functools.wraps(check)
-        def of_the_first_rank(step: Any) -> Iterator[Finding]:
+        def of_ranks(step: Any) -> Iterator[Finding]:
             found = (check(step, rank, event) for rank, event in step.events.items())
-            yield from itertools.islice(filter(None, found), 1)
+            return filter(None, found)
 
-        return step_norm(id, source=source)(of_the_first_rank)
+        return step_norm(id, source=source)(of_ranks)
 
     return register
 

@@ -1,4 +1,4 @@
-"""index.html of a watched run: verdict, causes, a timeline of steps, and what was checked.
+"""The report of a watched run; index.html has verdict, causes, a timeline, and what was checked.
 
 One file that needs neither network nor script. The style is the report's `house.css`; the template
 beside this module adds its own and escapes everything that came from the run.
@@ -6,25 +6,72 @@ beside this module adds its own and escapes everything that came from the run.
 
 from __future__ import annotations
 
+import json
 import math
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from spec_tests.rig.report.templates import of_pages, unindented
 from spec_tests.rig.report.text import several
+from spec_tests.watch import compare
+from spec_tests.watch.norm import NORMS, is_must
+from spec_tests.watch.run import Run
+from spec_tests.watch.verdict import Verdict, seen_in_words
 
 _LEFT, _WIDE, _TOP, _LANE = 64, 860, 18, 30
 _LABEL = 44  # least distance between two step numbers
 _MOST_BARS = 800  # beyond them only each n-th step is drawn, and each with a finding
 
 
+def write(verdict: Verdict, run: Run, command: Sequence[str], folder: Path) -> None:
+    """Write report.json, index.html, and the steps that a later run is compared with."""
+    folder.mkdir(parents=True, exist_ok=True)
+    data = as_data(verdict, run, command)
+    (folder / "report.json").write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    (folder / compare.FILE).write_text(json.dumps(run.records), encoding="utf-8")
+    (folder / "index.html").write_text(page(data), encoding="utf-8")
+
+
+def as_data(verdict: Verdict, run: Run, command: Sequence[str]) -> dict[str, Any]:
+    """Return the verdict and the timeline as plain data."""
+    wrong = {cause.finding.norm for cause in verdict.causes}
+    wrong |= {effect for cause in verdict.causes for effect in cause.effects}
+    return {
+        "command": list(command),
+        **{name: value for name, value in vars(verdict).items() if name != "not_seen"},
+        "causes": [
+            {
+                **asdict(cause.finding),
+                "sentence": NORMS[cause.finding.norm].sentence,
+                "strength": "MUST" if is_must(cause.finding) else "SHOULD",
+                "effects": cause.effects,
+                "times": cause.times,
+            }
+            for cause in verdict.causes
+        ],
+        "norms": [
+            {
+                "id": id,
+                "sentence": each.sentence,
+                "strength": str(each.strength),
+                "holds": id not in wrong,
+                "seen": id in wrong or id not in verdict.not_seen,
+            }
+            for id, each in NORMS.items()
+        ],
+        "timeline": list(run.timeline),
+        "spans": list(run.spans),
+    }
+
+
 def page(data: Mapping[str, Any]) -> str:
     """Return the page as text.
 
     Args:
-        data: what `verdict.as_data` returns.
+        data: what `as_data` returns.
     """
     is_judged = data["status"] == 1 or (data["status"] == 0 and data["steps"])
     template = of_pages(Path(__file__).parent).get_template("page.html.jinja")
@@ -52,12 +99,9 @@ def _in_order(norms: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
 
 def _verdict(data: Mapping[str, Any]) -> str:
     musts = sum(cause["strength"] == "MUST" for cause in data["causes"])
-    advice = len(data["causes"]) - musts
     found = several(musts, "cause") if musts else "Advice alone, under --strict,"
-    seen = f"{several(data['steps'], 'step')} of {several(data['ranks'], 'rank')}"
-    words = f"{found if data['status'] else 'Nothing wrong'} in {seen}{data.get('replayed', '')}"
-    verb = "are" if advice > 1 else "is"
-    return words + (f"; {several(advice, 'finding')} {verb} advice" if advice else "")
+    of = (data["steps"], data["ranks"], data.get("replayed", ""), len(data["causes"]) - musts)
+    return f"{found if data['status'] else 'Nothing wrong'} in {seen_in_words(*of)}"
 
 
 def _result(norm: Mapping[str, Any], data: Mapping[str, Any], is_judged: bool) -> dict[str, str]:

@@ -19,7 +19,7 @@ import time
 import traceback
 import warnings
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -29,14 +29,21 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import optimizer as optim
 
-from . import calls, finite, loading
-from .guard import Current, is_inside, probe_to_ask, quiet, wrapped_always
-from .layout import Names, fingerprint, full_weights, is_dtensor, local_of, own_part
-from .leaving import ended, forget, raised, spawned
-from .link import Link, collectives_so_far, script_line
+from . import calls, loading
+from .guard import Current, is_inside, observe, probe_to_ask, quiet, watching
+from .layout import (
+    Names,
+    fingerprint,
+    full_weights,
+    is_dtensor,
+    local_of,
+    norms_of,
+    not_finite,
+    own_part,
+)
+from .link import Link, collectives_so_far, ended, forget, raised, script_line, spawned
 from .replay import Recording, finish
-from .update import Sample
-from .window import Watched, Window, numbers, tensors_of
+from .window import Sample, Watched, Window, numbers, options_of, plain, tensors_of
 
 _WATCHED = "TRAINSPEC_WATCHED"  # the process of this rank: what it starts is not watched
 
@@ -46,18 +53,20 @@ def start() -> None:
     if os.environ.get(_WATCHED, str(os.getpid())) != str(os.getpid()):
         return  # a program that a rank has started, such as a compiler's worker
     Current.probe = Probe(json.loads(os.environ["TRAINSPEC_WATCH"]))
-    nn.modules.module.register_module_parameter_registration_hook(_registered)
-    nn.modules.module.register_module_module_registration_hook(_registered_module)
-    nn.modules.module.register_module_forward_pre_hook(_before_forward)
-    nn.modules.module.register_module_forward_hook(_after_forward, always_call=True)
-    optim.register_optimizer_step_pre_hook(_before_step)
-    optim.register_optimizer_step_post_hook(_after_step)
+    modules, registered = nn.modules.module, quiet(lambda probe, *of: probe.names.register(*of))
+    modules.register_module_parameter_registration_hook(registered)
+    wrapped_by_ddp = quiet(lambda probe, module, *_: probe.names.register_module(module))
+    modules.register_module_module_registration_hook(wrapped_by_ddp)
+    modules.register_module_forward_pre_hook(_before_forward)
+    modules.register_module_forward_hook(_after_forward, always_call=True)
+    optim.register_optimizer_step_pre_hook(quiet(Probe.before_step))
+    optim.register_optimizer_step_post_hook(quiet(Probe.after_step))
     warnings.filterwarnings("ignore", message=".*when there are global hooks on modules.*")
     calls.start()
     loading.start(Current.probe.options["scratch"])
     spawn: Any = sys.modules.get("torch.multiprocessing.spawn")
-    if spawn is not None:
-        spawn._wrap = wrapped_always(spawn._wrap, spawned)  # a function: it is pickled by name
+    if spawn is not None:  # a function: it is pickled by name
+        observe("_wrap", spawn, around=spawned, is_watched=watching)
     os.register_at_fork(after_in_child=forget)
     atexit.register(ended)
     sys.excepthook = functools.partial(raised, sys.excepthook)
@@ -91,7 +100,7 @@ class Probe:
             weakref.WeakKeyDictionary()
         )
         self.has_scaler = False
-        self.scaled: dict[int, float] = {}  # scaler to the scale of a loss in this window
+        self.scaled: set[int] = set()  # scalers that scaled a loss in this window
         self.clips: list[dict[str, Any]] = []
         self.window = Window()
         self.feeds = loading.Feeds()
@@ -100,7 +109,6 @@ class Probe:
         self._roots: weakref.WeakKeyDictionary[nn.Module, tuple[object, ...]] = (
             weakref.WeakKeyDictionary()
         )
-        self._hooked: set[int] = set()
         self._thread = threading.get_ident()
         self._world: tuple[int, int] | None = None
         self._failures = 0
@@ -119,10 +127,10 @@ class Probe:
         if world is not None and world != self._world:
             self._world = world
             self._move_to_first_agent(*world)
-            backend = str(dist.get_backend())
-            if "gloo" in backend:  # NCCL's own watchdog may abort while Python's lock is held
+            if "gloo" in str(dist.get_backend()):
+                # With NCCL, its own watchdog may abort while Python's lock is held.
                 self.link.keep_last_words()
-            self.link.send("rank", rank=world[0], world=world[1], backend=backend)
+            self.link.send("rank", rank=world[0], world=world[1])
         return self.link
 
     def _move_to_first_agent(self, rank: int, size: int) -> None:
@@ -183,23 +191,20 @@ class Probe:
         taken = (each.steps for each in self.optimizers.values() if ids & each.ids)
         if max(taken, default=0) + 1 == self.options["replay"]:
             if module not in self.recordings:
-                self.recordings[module] = Recording(module, self.names)
-            self.recordings[module].begin(arguments, keywords or {})
+                self.recordings[module] = Recording(self.names)
+            self.recordings[module].begin(module, arguments, keywords or {})
 
     def _count_backwards(self, parameters: Iterable[Tensor]) -> None:
         for parameter in parameters:
-            key = id(parameter)
-            if not parameter.requires_grad or key in self._hooked or is_dtensor(parameter):
+            known = self.names.of(parameter)
+            if not parameter.requires_grad or known.is_counted or is_dtensor(parameter):
                 continue
-            if parameter.is_leaf and key not in self.names.fsdp:
-                self._hooked.add(key)
-                weakref.finalize(parameter, self._hooked.discard, key)
+            if parameter.is_leaf and not known.is_fsdp:
+                known.is_counted = True
                 parameter.register_post_accumulate_grad_hook(_accumulated)
 
     def enter(self, module: nn.Module) -> None:
         """A module is about to compute, below the top or at it."""
-        if self.root is None:
-            return
         if module is self.inner:
             self.window.take_buffers(module)
             self.talked = collectives_so_far()
@@ -246,20 +251,21 @@ class Probe:
         """Compute the gradients of a step again, if it is the one that was asked for."""
         if watched.steps + 1 != self.options["replay"]:
             return None
-        own = self.models_of(watched)
-        recordings = [self.recordings.pop(model) for model in own]
+        recordings = {model: self.recordings.pop(model) for model in self.models_of(watched)}
         rank = dist.get_rank() if dist.is_initialized() else 0
         path = Path(self.options["scratch"]) / f"optimizer{watched.number}-rank{rank}.pt"
-        return finish(recordings, watched, path) if own else {"reason": "no forward was seen"}
+        if not recordings:
+            return {"reason": "no forward was seen"}
+        return finish(recordings, watched, path)
 
     def loose(self) -> list[list[str]]:
         """Return parameters with gradients that no optimizer holds, and held ones of no module."""
         held = set().union(*(each.ids for each in self.optimizers.values()))
-        alive = [(key, ref()) for key, ref in self.names.trainable.items()]
+        named = [(k.name, k.parameter()) for key, k in self.names.known.items() if key not in held]
         loose = [
-            self.names.of[key]
-            for key, p in alive
-            if p is not None and key not in held and p.requires_grad and p.grad is not None
+            name
+            for name, p in named
+            if name and p is not None and p.requires_grad and p.grad is not None
         ]
         stray = [
             entry.name
@@ -269,15 +275,122 @@ class Probe:
         ]
         return [loose, stray]
 
+    def left(self, module: nn.Module, output: Any) -> None:
+        """The forward at the top has ended."""
+        if self.trains:
+            self.window.span("forward", self.forward_began, time.time_ns())
+            if collectives_so_far() != self.talked:
+                self.window.forwards[-1]["talks"] = not self.names.talks(module)
+        self.root = self.inner = None
+        recording = self.recordings.get(module)
+        if recording is not None:
+            recording.leave(output)
 
-@quiet
-def _registered(probe: Probe, module: nn.Module, name: str, parameter: Any) -> None:
-    probe.names.register(module, name, parameter)
+    def accumulated(self, parameter: Tensor) -> None:
+        """A backward has added to the gradient of a parameter."""
+        ddp = (self.names.of(parameter).wrapper or (lambda: None))()
+        is_unsynced = ddp is not None and not ddp.require_backward_grad_sync
+        self.window.accumulated(parameter, is_unsynced)
+        calls.made(self, parameter)
+        for recording in self.recordings.values():
+            recording.accumulated()
 
+    def before_step(self, optimizer: Any, arguments: Any, keywords: Any) -> None:
+        """An optimizer is about to step: take what it is given."""
+        if self.stepping not in (None, id(optimizer)) and is_inside(self.stepping):
+            return  # a wrapper's inner optimizer
+        self.stepping = id(optimizer)
+        if any(p.is_meta for group in optimizer.param_groups for p in group["params"]):
+            return
+        link = self.connect()
+        groups = optimizer.param_groups
+        watched = self.optimizers.setdefault(optimizer, Watched(len(self.optimizers)))
+        if watched.describe(groups, self.names):
+            link.send("layout", optimizer=watched.number, entries=list(map(vars, watched.entries)))
+        grads = [p.grad for p in watched.parameters]
+        norms = norms_of(grads)
+        bad_names = not_finite(watched.entries, grads, norms)
+        watched.event = {}
+        event = {
+            "optimizer": watched.number,
+            "title": type(optimizer).__name__,
+            "step": watched.steps + 1,
+            "place": script_line(),
+            "options": options_of(groups),
+            "loaded": self.loaded.pop(optimizer, None),
+            "grads": [None if g is None else fingerprint(g) for g in grads],
+            "before": watched.last or [*map(fingerprint, watched.parameters)],
+            "norms": [None if g is None else n for g, n in zip(grads, norms, strict=True)],
+            "weights": [] if watched.steps else norms_of([*watched.parameters]),
+            "bad": {"grads": bad_names, "before": watched.not_finite() if bad_names else []},
+            "sums": calls.norm_of_sums(self.window, watched.parameters),
+            "clip": calls.norm_again(self, watched.parameters),
+            "skips": getattr(optimizer, "found_inf", None) is not None,
+            "loose": self.loose() if watched.steps else [[], []],
+            "ties": self.names.broken_ties(),
+            "scaler": self.has_scaler,
+            "compared": len(self.compared),
+            "tied": self.names.has_ties,
+            "messages": link.has_messages,
+            "scaled": bool(self.scaled) and getattr(optimizer, "grad_scale", None) is None,
+            "scale": calls.loss_scale(sys._getframe(1)) if self.has_scaler else 1.0,
+        }
+        self.scaled.clear()
+        event |= self.window.fields() | {"feed": loading.fields(self.window.feed)}
+        event["unheld"] = self.window.unheld(self.names, self.optimizers.values(), watched.steps)
+        event = plain(event)
+        watched.last = event["before"]
+        event["replay"] = self.replay(watched)
+        watched.usual = len(self.window.forwards)
+        self.window = Window()
+        has_closure = any(each is not None for each in (*arguments[1:], *keywords.values()))
+        self._keep(watched, optimizer, has_closure=has_closure)  # it makes gradients in the step
+        event["begun"] = time.time_ns()
+        watched.event = event
 
-@quiet
-def _registered_module(probe: Probe, module: nn.Module, *names: Any) -> None:
-    probe.names.register_module(module)
+    def _keep(self, watched: Watched, optimizer: Any, *, has_closure: bool) -> None:
+        """Keep what goes into the second step, and the gradients of the one before the replayed."""
+        watched.take_half()
+        is_sampled = watched.steps == 1 and not has_closure
+        watched.sample = Sample(optimizer, self.names) if is_sampled else None
+        if watched.steps + 2 == self.options["replay"]:
+            pairs = [(id(p), p.grad) for p in watched.parameters if p.grad is not None]
+            watched.earlier = {key: local_of(grad).clone() for key, grad in pairs}
+
+    def after_step(self, optimizer: Any, *arguments: Any) -> None:
+        """An optimizer has stepped: look at what became of its parameters, and send the step."""
+        watched = self.optimizers.get(optimizer)
+        if watched is None or self.stepping != id(optimizer):
+            return
+        self.stepping = None
+        if not watched.event:
+            return
+        watched.steps += 1
+        if watched.steps == self.options["replay"]:
+            watched.earlier = {}
+            for model in self.models_of(watched):  # LBFGS makes them within the step
+                del self.recordings[model]
+        for recording in self.recordings.values():
+            recording.stepped()
+        after = numbers([fingerprint(p) for p in watched.parameters])
+        moved = sum(a != b for a, b in zip(after, watched.last, strict=True))
+        watched.last = after
+        watched.event["half"] = watched.compare_half()
+        watched.event["update"] = watched.sample and watched.sample.compare()
+        watched.event["sampled"], watched.sample = watched.sample is not None, None
+        bad = watched.event["bad"]
+        bad["after"] = watched.not_finite() if bad["grads"] else []
+        link = self.connect()
+        link.send_collectives(unless_recent=watched.steps > 3)
+        link.send("step", **watched.event, after=after, moved=moved, spent=self.spent)
+        self.compared.clear()
+        if watched.steps == self.options["steps"]:
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            link.wait_for_answer(10)
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(0)
 
 
 def _before_forward(module: nn.Module, arguments: tuple[Any, ...]) -> None:
@@ -286,21 +399,11 @@ def _before_forward(module: nn.Module, arguments: tuple[Any, ...]) -> None:
         return
     probe.takes_gradients = torch.is_grad_enabled()
     # Within a backward, activation checkpointing calls modules again.
-    is_top = probe.root is None and torch._C._current_graph_task_id() == -1
-    if not is_top and not (probe.names.shards or probe.recordings or module is probe.inner):
-        return
-    # A hook for all modules is not given the keywords; only the inputs of the model are needed.
-    keywords = sys._getframe(1).f_locals.get("kwargs") if is_top else None
-    _entered(module, arguments, keywords, is_top)
-
-
-@quiet
-def _entered(
-    probe: Probe, module: nn.Module, arguments: tuple[Any, ...], keywords: Any, is_top: bool
-) -> None:
-    if is_top:
-        probe.begin(module, arguments, keywords)
-    probe.enter(module)
+    if probe.root is None and torch._C._current_graph_task_id() == -1:
+        # A hook for all modules is not given the keywords; only the inputs of the model are needed.
+        _begin(module, arguments, sys._getframe(1).f_locals.get("kwargs"))
+    if probe.root is not None and (probe.names.shards or probe.recordings or module is probe.inner):
+        _enter(module)
 
 
 def _after_forward(module: nn.Module, arguments: Any, output: Any) -> None:
@@ -310,139 +413,10 @@ def _after_forward(module: nn.Module, arguments: Any, output: Any) -> None:
     # Hooks for all modules come before those of the module itself: a unit of FSDP2 has its full
     # weights when its forward ends, and not when it begins.
     if probe.root is not None and id(module) in probe.names.units:
-        _computed(module)
+        _compare_and_keep(module)
     if module is probe.root:
-        _left(module, output)
+        _leave(module, output)
 
 
-@quiet
-def _computed(probe: Probe, module: nn.Module) -> None:
-    probe.compare_and_keep(module)
-
-
-@quiet
-def _left(probe: Probe, module: nn.Module, output: Any) -> None:
-    if probe.trains:
-        probe.window.span("forward", probe.forward_began, time.time_ns())
-    if probe.trains and collectives_so_far() != probe.talked:
-        probe.window.forwards[-1]["talks"] = not probe.names.talks(module)
-    probe.root = probe.inner = None
-    recording = probe.recordings.get(module)
-    if recording is not None:
-        recording.leave(output)
-
-
-@quiet
-def _accumulated(probe: Probe, parameter: Tensor) -> None:
-    counted = probe.window.counts.setdefault(id(parameter), [0, 0, parameter.numel()])
-    counted[0] += 1
-    probe.window.sums.made(probe, parameter)
-    probe.window.is_cleared, now = False, time.time_ns()
-    probe.window.span("backward", now, now, torch._C._current_graph_task_id() + 1)
-    for recording in probe.recordings.values():
-        recording.accumulated()
-    wrapper = probe.names.ddp.get(id(parameter))
-    ddp = wrapper[1]() if wrapper else None
-    if ddp is not None and not ddp.require_backward_grad_sync:
-        counted[1] += 1
-
-
-@quiet
-def _before_step(probe: Probe, optimizer: Any, arguments: Any, keywords: Any) -> None:
-    if probe.stepping not in (None, id(optimizer)) and is_inside(probe.stepping):
-        return  # a wrapper's inner optimizer
-    probe.stepping = id(optimizer)
-    if any(p.is_meta for group in optimizer.param_groups for p in group["params"]):
-        return
-    link = probe.connect()
-    number = len(probe.optimizers)
-    watched = probe.optimizers.setdefault(optimizer, Watched(optimizer, number))
-    if watched.describe(probe.names):
-        link.send("layout", optimizer=watched.number, entries=list(map(vars, watched.entries)))
-    grads = [p.grad for p in watched.parameters]
-    hashes = [None if g is None else fingerprint(g) for g in grads]
-    before = [] if watched.last else [fingerprint(p) for p in watched.parameters]
-    values = iter(numbers([*(h for h in hashes if h is not None), *before]))
-    norms = finite.norms(grads)
-    bad_names = finite.named(watched.entries, grads, norms)
-    watched.event = {}
-    event = {
-        "optimizer": watched.number,
-        "title": type(optimizer).__name__,
-        "step": watched.steps + 1,
-        "place": script_line(),
-        "options": watched.options(),
-        "loaded": probe.loaded.pop(optimizer, None),
-        "grads": [None if h is None else next(values) for h in hashes],
-        "norms": [None if g is None else n for g, n in zip(grads, norms, strict=True)],
-        "weights": [] if watched.steps else finite.norms([*watched.parameters]),
-        "bad": {"grads": bad_names, "before": watched.not_finite() if bad_names else []},
-        "cleared": probe.window.is_cleared,
-        "sums": probe.window.sums.norm(watched.parameters),
-        "clip": calls.norm_again(probe, watched.parameters),
-        "skips": getattr(optimizer, "found_inf", None) is not None,
-        "loose": probe.loose() if watched.steps else [[], []],
-        "ties": probe.names.broken_ties(),
-        "scaler": bool(probe.scaled) or probe.has_scaler,
-        "compared": len(probe.compared),
-        "tied": probe.names.has_ties,
-        "messages": link.has_messages,
-        "scaled": calls.left_scaled(probe, optimizer),
-        "scale": calls.loss_scale(sys._getframe(1)) if probe.has_scaler else 1.0,
-    }
-    event["before"] = watched.last = watched.last or list(values)
-    event["replay"] = probe.replay(watched)
-    watched.usual = len(probe.window.forwards)
-    event |= probe.window.fields() | {"feed": loading.fields(probe.window.feed)}
-    event["unheld"] = probe.window.unheld(probe.names, probe.optimizers.values(), watched.steps)
-    probe.window = Window()
-    _keep(probe, watched, optimizer, (*arguments[1:], *keywords.values()))
-    event["begun"] = time.time_ns()
-    watched.event = event
-
-
-def _keep(probe: Probe, watched: Watched, optimizer: Any, given: Sequence[Any]) -> None:
-    """Keep what goes into the second step, and the gradients of the one before the replayed one."""
-    watched.take_half()
-    has_closure = any(each is not None for each in given)  # it makes gradients in the step
-    is_sampled = watched.steps == 1 and not has_closure
-    watched.sample = Sample(optimizer, probe.names.of) if is_sampled else None
-    if watched.steps + 2 == probe.options["replay"]:
-        pairs = [(id(p), p.grad) for p in watched.parameters if p.grad is not None]
-        watched.earlier = {key: local_of(grad).clone() for key, grad in pairs}
-
-
-@quiet
-def _after_step(probe: Probe, optimizer: Any, *arguments: Any) -> None:
-    watched = probe.optimizers.get(optimizer)
-    if watched is None or probe.stepping != id(optimizer):
-        return
-    probe.stepping = None
-    if not watched.event:
-        return
-    watched.steps += 1
-    if watched.steps == probe.options["replay"]:
-        watched.earlier = {}
-        for model in probe.models_of(watched):  # LBFGS makes them within the step
-            del probe.recordings[model]
-    for recording in probe.recordings.values():
-        recording.stepped()
-    after = numbers([fingerprint(p) for p in watched.parameters])
-    moved = sum(a != b for a, b in zip(after, watched.last, strict=True))
-    watched.last = after
-    watched.event["half"] = watched.compare_half()
-    watched.event["update"] = watched.sample and watched.sample.compare()
-    watched.event["sampled"], watched.sample = watched.sample is not None, None
-    bad = watched.event["bad"]
-    bad["after"] = watched.not_finite() if bad["grads"] else []
-    link = probe.connect()
-    link.send_collectives(unless_recent=watched.steps > 3)
-    link.send("step", **watched.event, after=after, moved=moved, spent=probe.spent)
-    probe.compared.clear()
-    if watched.steps == probe.options["steps"]:
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        link.wait_for_answer(10)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)
+_begin, _enter, _leave = quiet(Probe.begin), quiet(Probe.enter), quiet(Probe.left)
+_compare_and_keep, _accumulated = quiet(Probe.compare_and_keep), quiet(Probe.accumulated)

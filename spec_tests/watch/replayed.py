@@ -7,17 +7,139 @@ sum of absolute values, of which 64 are for kernels that add in another order.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
+from spec_tests.watch.norm import Finding, rank_norm, step_norm
+from spec_tests.watch.run import NAME_REPLICAS, Event, Step
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_LI = "Li et al. 2020, section 3.2"
 _OWN = "got this rank's own gradient: it was not reduced"
 _SLACK = 64  # unit roundoffs
 _VISIBLE = 0.01  # share of a norm that is told where no cause is known
+_CLOSE = 1e-3
+
+
+@step_norm("watch.replay.gradients", source=f"{_LI}; ZeRO, Rajbhandari et al. 2020")
+def replayed_gradients(step: Step) -> Iterator[Finding]:
+    """The optimizer MUST be given the mean over ranks of what the outputs' gradients demand."""
+    replays = {rank: event["replay"] for rank, event in step.events.items() if event.get("replay")}
+    if not replays:
+        return
+    why = _why_not(step, replays)
+    found = None if why else _first_deviation(step, replays)
+    if found is not None and _are_reduced_in_the_step(step, found.name):
+        why = "the optimizer reduces gradients inside its step()"
+    is_exact = all(of.get("is_exact") for of in replays.values())
+    if found is not None and found.factor == 1.0 and not is_exact:
+        why = "the compiled model draws random numbers in an order of its own"
+    if why:
+        step.run.notes.append(f"step {step.number} was not replayed: {why}")
+        return
+    step.run.replayed = f"; step {step.number} computed again"
+    if found is None:
+        return
+    if not found.is_certain and found.factor != 1.0 and not found.is_sum:
+        step.run.notes.append(
+            f"step {step.number}: all gradients are one factor times the mean over ranks "
+            f"({found.words}): right if they are clipped by hand, or if the loss is scaled so"
+        )
+        return
+    is_part_wrapped = any(entry["kind"] == "ddp" for entry in step.layout(found.rank))
+    if found.words == _OWN and is_part_wrapped and step.optimizer in step.run.unequal_starts:
+        # Parameters that began unequal and are not reduced, in an optimizer where others are.
+        text = "expected the weights of the other ranks before the first step and reduced "
+        text += f"gradients, got others and its own ({found.others + 1} tensors)"
+        likely = "its model is not wrapped, while that of other parameters of the optimizer is"
+        said = step.finding(found.rank, text, found.name, likely=likely)
+        yield replace(said, norm="watch.replicas.begin-equal")
+    others = f" ({found.others + 1} tensors)" if found.others else ""
+    likely = "a loss that uses parameters directly, or gradients that are changed by hand after "
+    likely += "the backward: then this is right"
+    if found.is_sum:
+        likely = "gradients were summed over the ranks and not divided; right if the loss was"
+    yield step.finding(
+        found.rank,
+        f"expected the mean over ranks of the step's own gradients, {found.words}{others}",
+        found.name,
+        likely="" if found.is_certain else likely,
+        is_advice=not found.is_certain,
+    )
+
+
+def _why_not(step: Step, replays: dict[int, Any]) -> str:
+    """Return why a step cannot be judged, or ""."""
+    if step.is_alone:
+        return "each rank trains weights of its own, and nothing reduces their gradients"
+    if step.doubt:
+        return f"{step.doubt}; {NAME_REPLICAS}"
+    reasons: dict[str, list[int]] = {}
+    for rank, of in replays.items():
+        if "reason" in of:
+            reasons.setdefault(of["reason"], []).append(rank)
+    said = [f"rank {', '.join(map(str, ranks))}: {reason}" for reason, ranks in reasons.items()]
+    if said or len(replays) < len(step.events):
+        return "; ".join(said) or "not all ranks took it"
+    is_here = all(Path(of["path"]).is_file() for of in replays.values())
+    return "" if is_here else "ranks on other nodes wrote to their own disks"
+
+
+def _are_reduced_in_the_step(step: Step, name: str) -> bool:
+    """Return whether ranks step with gradients of their own and have the same weights after it."""
+    grads, before, after = (
+        [[*of.values()] for n, _, of in step.replicas(key) if n == name]
+        for key in ("grads", "before", "after")
+    )
+    differ = any(of[0] != each for of in grads for each in of)
+    return differ and bool(after) and all(of == of[:1] * len(of) for of in (*before, *after))
+
+
+@rank_norm("watch.reduction.mean", source=_LI)
+def summed_by_hand(step: Step, rank: int, event: Event) -> Finding | None:
+    """Gradients that a script sums over the ranks SHOULD be divided by their number."""
+    given = math.sqrt(sum(norm**2 for norm in event["norms"] if norm))
+    sums = (event["sums"] or 0.0) * _coefficient(event)
+    of_losses = _weight(event) * step.run.world
+    # Where the loss is not known, whoever asks for a step's values is told what is known.
+    is_refused = "reason" in (event["replay"] or {}) and abs(of_losses - 1) > _CLOSE
+    is_asked = is_refused or (_is_mean(step) and not event["replay"])
+    if step.doubt or not sums or not is_asked or abs(given - sums) >= _CLOSE * sums:
+        return None
+    right = "; right if the loss is divided by their number" * (not _is_mean(step))
+    return step.finding(
+        rank,
+        "expected the mean over ranks of the gradients, got their sum in the step, as all_reduce "
+        "left it",
+        likely="the sums are not divided by the number of ranks" + right,
+    )
+
+
+def _is_mean(step: Step) -> bool:
+    """Return whether each rank's loss is a mean over its own batch, as far as losses were seen."""
+    # What a mean by hand is a mean of may be divided already.
+    is_by_hand = any(x["of"] == "mean()" for e in step.events.values() for x in e["losses"])
+    return not is_by_hand and all(abs(_weight(e) - 1) <= _CLOSE for e in step.events.values())
+
+
+def _weight(event: Event) -> float:
+    """Return what the losses of a rank that were seen weigh together."""
+    return float(sum(loss["weight"] or 0.0 for loss in event["losses"]) / event["scale"])
+
+
+def _coefficient(event: Event) -> float:
+    """Return what clipping and unscaling multiplied the gradients of a step by."""
+    clip, scale = event["clip"], event["scale"]
+    clipped = clip["clipped"] / clip["norm"] if clip and clip["norm"] else 1.0
+    return float(clipped / scale)
+
+
+# ---------------------------------------------------------------------------------- the comparison
 
 
 @dataclass(frozen=True)
@@ -28,10 +150,9 @@ class Deviation:
         name: of the tensor that is farthest off.
         words: how it differs, as a sentence after "expected ..., ".
         is_certain: False for a common factor that clipping by hand may have made.
-        factor: what all gradients of the rank are multiplied by, if it is one number.
         others: how many further tensors of this rank are wrong.
+        factor: what all gradients of the rank are multiplied by, if it is one number.
         is_sum: the factor is the number of ranks, and the gradients were reduced by hand.
-        is_own: the gradients are those of this rank alone.
     """
 
     rank: int
@@ -41,7 +162,6 @@ class Deviation:
     others: int = 0
     factor: float = 1.0
     is_sum: bool = False
-    is_own: bool = False
 
 
 @dataclass(frozen=True)
@@ -57,14 +177,20 @@ class Compared:
     last: Tensor | None = None  # the mean of the last micro-batch alone
     earlier: Tensor | None = None  # the gradient of the step before
 
-    def share(self) -> float:
-        """Return how far the gradient is from the mean, as a share of the mean's norm."""
-        return float((self.actual - self.mean).norm() / self.mean.norm().clamp_min(1e-30))
-
     def off(self, factor: float) -> float:
         """Return how many tolerances the gradient is away from `factor` times the mean."""
         distance = float((self.actual - factor * self.mean).norm())
         return distance / max(self.allowed * abs(factor), 1e-30) if distance else 0.0
+
+
+def _first_deviation(step: Step, replays: dict[int, Any]) -> Deviation | None:
+    batches = max(of["batches"] for of in replays.values())
+    for group in step.run.groups or [list(replays)]:
+        files = [Path(replays[rank]["path"]) for rank in group]
+        coefficients = [_coefficient(step.events[rank]) for rank in group]
+        for found in judge(files, batches, coefficients, _is_mean(step)):
+            return replace(found, rank=group[found.rank])
+    return None
 
 
 def judge(
@@ -73,38 +199,41 @@ def judge(
     """Hold each rank's gradients against the mean of what all ranks computed again.
 
     Args:
-        files: what `Recording.finish` wrote, one of each rank.
+        files: what `replay.finish` wrote, one of each rank.
         batches: micro-batches of the step.
         coefficients: what clipping and unscaling multiplied each rank's gradients by.
         is_mean: the loss of each rank is known to be a mean over its own batch.
     """
+    import torch  # needed here alone
+
     ranks = [torch.load(file, weights_only=True) for file in files]
-    found: list[Deviation] = []
+    deviations: list[Deviation | None] = []
     for rank, coefficient in enumerate(coefficients):
         tensors = [_compared(ranks, rank, name, batches) for name in ranks[rank]["actual"]]
-        found += _deviation(
-            rank, len(ranks), [t for t in tensors if t is not None], coefficient, is_mean
-        )
+        known = [t for t in tensors if t is not None]
+        deviations.append(_deviation(rank, len(ranks), known, coefficient, is_mean))
+    found = [each for each in deviations if each is not None]
     return _apart(found, len(ranks)) or found
 
 
 def _apart(found: Sequence[Deviation], size: int) -> list[Deviation]:
     """Return a certain deviation where ranks scale their gradients by factors of their own."""
-    factors = {each.rank: each.factor for each in found}
     if not found or any(each.is_certain for each in found):
         return []
-    others = [1.0] * (size - len(factors)) + list(factors.values())
+    others = [1.0] * (size - len(found)) + [each.factor for each in found]
     if max(others) - min(others) < 0.01 * max(map(abs, others)):
         return []
-    rank, factor = max(factors.items(), key=lambda pair: abs(pair[1] - 1))
+    worst = max(found, key=lambda each: abs(each.factor - 1))
     words = (
-        f"got {factor:.3f} x it, while factors on the ranks are from {min(others):.3f} to "
+        f"got {worst.factor:.3f} x it, while factors on the ranks are from {min(others):.3f} to "
         f"{max(others):.3f}: each rank scales, or clips, by a number of its own"
     )
-    return [Deviation(rank, found[0].name, words)]
+    return [Deviation(worst.rank, found[0].name, words)]
 
 
 def _compared(ranks: Sequence[Any], rank: int, name: str, batches: int) -> Compared | None:
+    import torch
+
     kind, part = ranks[rank]["parts"][name]
     actual = ranks[rank]["actual"][name]
     computed = [of["expected"][name] for of in ranks if name in of["expected"]]
@@ -123,7 +252,7 @@ def _compared(ranks: Sequence[Any], rank: int, name: str, batches: int) -> Compa
         mean,
         own and _cut(own[0], part),
         allowed,
-        _cut(torch.stack(last).sum(0) / len(ranks), part) if last else None,
+        _cut(sum(last) / len(ranks), part) if last else None,
         ranks[rank].get("earlier", {}).get(name),
     )
 
@@ -132,38 +261,39 @@ def _cut(full: Any, part: tuple[int, int, int] | None) -> Any:
     if part is None:
         return full
     dim, parts, index = part
-    pieces = torch.chunk(full, parts, dim=dim)
+    pieces = full.chunk(parts, dim=dim)
     return pieces[index] if index < len(pieces) else full.narrow(dim, 0, 0)
 
 
 def _deviation(
     rank: int, size: int, tensors: Sequence[Compared], coefficient: float, is_mean: bool
-) -> list[Deviation]:
+) -> Deviation | None:
     """Return what is wrong on one rank: nothing, one factor for all tensors, or single tensors."""
     wrong = [t for t in tensors if t.off(coefficient) > 1]
     if not wrong:
-        return []
+        return None
+    others = len(wrong) - 1
     if not any(bool(t.actual.any()) for t in tensors):
-        return [Deviation(rank, wrong[0].name, "got zeros", True, len(wrong) - 1)]
+        return Deviation(rank, wrong[0].name, "got zeros", True, others)
     common = _factor([(t.mean, t.actual) for t in tensors])
-    common = 1.0 if common is None else common
     if len(tensors) > 1 and all(t.off(common) <= 1 for t in tensors):
         ratio = common / coefficient
         # Reduced by hand, a sum is right where the loss was divided by the number of ranks.
         is_sum = abs(ratio / size - 1) < 0.01 and any(t.kind == "plain" for t in tensors)
         suspects = (size, 1.0 / size, size**2, 1.0 / size**2, 2.0, 0.5)
         is_odd = ratio > 1.01 or any(abs(ratio / each - 1) < 0.01 for each in suspects)
-        is_certain = is_mean if is_sum else is_odd
         words = f"got {ratio:.3f} x it in every element of every gradient"
-        rest = (is_certain, len(wrong) - 1, ratio, is_sum)
-        return [Deviation(rank, wrong[0].name, words, *rest)]
+        is_certain = is_mean if is_sum else is_odd
+        return Deviation(rank, wrong[0].name, words, is_certain, others, ratio, is_sum)
     worst = max(wrong, key=lambda t: t.off(coefficient))
     words = _why(wrong, size, coefficient)
-    if not words and worst.share() < _VISIBLE:
-        return []  # a compressed reduction rounds so much
-    certain = bool(words)
-    words = words or f"got one that differs by {100 * worst.share():.1f} % of its norm"
-    return [Deviation(rank, worst.name, words, certain, len(wrong) - 1, is_own=words == _OWN)]
+    if words:
+        return Deviation(rank, worst.name, words, True, others)
+    share = float((worst.actual - worst.mean).norm() / worst.mean.norm().clamp_min(1e-30))
+    if share < _VISIBLE:
+        return None  # a compressed reduction rounds so much
+    words = f"got one that differs by {100 * share:.1f} % of its norm"
+    return Deviation(rank, worst.name, words, False, others)
 
 
 def _why(wrong: Sequence[Compared], size: int, coefficient: float) -> str:
@@ -177,32 +307,24 @@ def _why(wrong: Sequence[Compared], size: int, coefficient: float) -> str:
             for f, t in zip(found, wrong, strict=True)
         )
 
-    scaled = [t.mean * coefficient for t in wrong]
     if size > 1 and fits([t.own for t in wrong]):
         return _OWN
     if fits([None if t.last is None else t.last * coefficient for t in wrong]):
         return "got that of the last micro-batch alone: the others were cleared before the step"
     # What is left of the step before is what that step was given, clipped where it clips.
-    both = [None if t.earlier is None else t.mean + t.earlier for t in wrong]
-    left = [
-        None if t.earlier is None else m + t.earlier for m, t in zip(scaled, wrong, strict=True)
-    ]
-    if fits(left, 1e-4) or fits(_scaled_like(both, wrong), 1e-4):
+    known = [t for t in wrong if t.earlier is not None and t.earlier.shape == t.mean.shape]
+    both = [(t.mean + t.earlier, t.actual) for t in known if t.earlier is not None]
+    left = [t.mean * coefficient + t.earlier for t in known if t.earlier is not None]
+    factor = _factor(both)
+    if len(known) == len(wrong) and (
+        fits(left, 1e-4) or fits([factor * of for of, _ in both], 1e-4)
+    ):
         return "got it with that of the step before added: gradients were not cleared"
     return ""
 
 
-def _scaled_like(found: Sequence[Tensor | None], wrong: Sequence[Compared]) -> list[Tensor | None]:
-    """Return tensors times the one factor by which they are closest to the gradients."""
-    pairs = [(f, t.actual) for f, t in zip(found, wrong, strict=True) if f is not None]
-    if any(f.shape != actual.shape for f, actual in pairs):
-        return [None] * len(found)
-    factor = _factor(pairs)
-    return [None if f is None or factor is None else f * factor for f in found]
-
-
-def _factor(pairs: Sequence[tuple[Tensor, Tensor]]) -> float | None:
-    """Return the one factor by which the first of all pairs are closest to the second."""
+def _factor(pairs: Sequence[tuple[Tensor, Tensor]]) -> float:
+    """Return the one factor by which the first of all pairs are closest to the second, or 1."""
     top = sum(float((f * actual).sum()) for f, actual in pairs)
     bottom = sum(float((f * f).sum()) for f, _ in pairs)
-    return top / bottom if bottom else None
+    return top / bottom if bottom else 1.0

@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from spec_tests.watch.norm import Finding
 
@@ -24,16 +24,15 @@ NAME_REPLICAS = "name the ranks that are replicas, as --replicas 0,1"
 _FLOATS = {"Float", "Double", "Half", "BFloat16"}
 
 
-@dataclass(frozen=True)
-class Collective:
+class Collective(NamedTuple):
     """One entry of a rank's flight recorder."""
 
     time: int
     group: str
     number: int
     name: str
-    sizes: tuple[tuple[int, ...], ...]
-    dtypes: tuple[str, ...]
+    sizes: Sequence[Sequence[int]]
+    dtypes: Sequence[str]
 
     @property
     def numel(self) -> int:
@@ -60,7 +59,6 @@ class Rank:
     steps: dict[int, int] = field(default_factory=dict)
     forwards: int = 0
     window: deque[Collective] = field(default_factory=lambda: deque(maxlen=4096))
-    last: deque[Collective] = field(default_factory=lambda: deque(maxlen=6))
     issued: int = 0
     missed: int = 0
     read_until: int = 0
@@ -84,7 +82,7 @@ class Rank:
     def beat(self, event: Event, now: float) -> None:
         """Take a heartbeat: a rank is still if it waits at one place and uses no processor."""
         self.place, self.waits = event["place"], event["waits"]
-        self.pending = _collective([0, *event["pending"]]) if event["pending"] else None
+        self.pending = Collective(0, *event["pending"]) if event["pending"] else None
         if event["error"] is None or self.handling is None:
             self.handling = None if event["error"] is None else {**event["error"], "t": event["t"]}
         state = (self.place, self.waits, self.issued, sum(self.steps.values()))
@@ -100,6 +98,11 @@ class Rank:
     def is_alive(self) -> bool:
         """Whether it may still take part in a collective."""
         return self.is_open and not self.has_ended and self.raised is None
+
+    @property
+    def at(self) -> str:
+        """The line where it was last seen."""
+        return self.place or "an unknown line"
 
     @property
     def progress(self) -> tuple[int, ...]:
@@ -182,6 +185,11 @@ class Step:
             if len(values) > 1:
                 yield name, kind, values
 
+    def pairs(self) -> Iterator[tuple[int, int]]:
+        """Yield each rank that has data of its own, beside the first rank of its peers."""
+        for first, *others in self.peers():
+            yield from ((first, rank) for rank in others)
+
     @property
     def is_alone(self) -> bool:
         """Whether each rank trained weights of its own from the first step on, as an ensemble."""
@@ -227,7 +235,8 @@ class Step:
         if self.is_alone:
             return []
         if self.run.groups:
-            return [[r for r in group if r in self.events] for group in self.run.groups]
+            found = ([r for r in group if r in self.events] for group in self.run.groups)
+            return [group for group in found if group]
         groups: dict[tuple[int, ...], set[int]] = {}
         for rank in self.events:
             entries = self.layout(rank)
@@ -318,9 +327,8 @@ class Run:
             generation += number < last or number == last == 1
             rank.generations[group] = (generation, number)
             label = f"{group}'{generation}" if generation else group
-            found.append(_collective([when, label, number, name, sizes, dtypes]))
+            found.append(Collective(when, label, number, name, sizes, dtypes))
         rank.window += found
-        rank.last += found
         rank.issued += len(found)
         self.has_all_to_all |= any(each.name.startswith(_EXCHANGES) for each in found)
         rank.still_since = None if found else rank.still_since
@@ -374,8 +382,3 @@ def unequal(step: Step, key: str, *, every: bool = False) -> Iterator[tuple[str,
         different = [rank for rank, value in values.items() if value != first]
         if different:
             yield name, different[0], values
-
-
-def _collective(fields: Sequence[Any]) -> Collective:
-    time, group, number, name, sizes, dtypes = fields
-    return Collective(time, group, number, name, tuple(map(tuple, sizes)), tuple(dtypes))

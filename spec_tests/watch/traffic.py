@@ -52,39 +52,35 @@ def collectives_match(sent: dict[int, Collective]) -> Iterator[Finding]:
         alike = (ours.sizes, ours.dtypes) == (theirs.sizes, theirs.dtypes)
         if ours.name != theirs.name or not (alike or any(word in ours.name for word in _FREE)):
             yield Finding(
-                "watch.collectives.match",
+                "",
                 f"rank {rank}: expected {theirs} of rank {first} as collective {ours.number} of "
                 f"group {ours.group}, got {ours}",
                 rank=rank,
                 likely="a branch that only some ranks take, or a parameter that only some use",
             )
-            return
 
 
 @norm("watch.run.goes-on", source=_C10D)
 def goes_on(run: Run, now: float, patience: float) -> Iterator[Finding]:
     """Ranks MUST NOT wait for each other for ever."""
-    alive = [r for r in run.ranks.values() if r.is_alive]
-    gone = [r for r in run.ranks.values() if not r.is_alive]
-    pending = {r.pending for r in alive}
-    if len(pending) == 1 and pending != {None} and not gone:
+    alive = [r for _, r in sorted(run.ranks.items()) if r.is_alive]
+    is_gone = len(alive) < len(run.ranks)
+    pending = [r.pending for r in alive]
+    if any(pending) and pending == pending[:1] * len(pending) and not is_gone:
         patience = max(_SLOW_SECONDS, patience)  # all of them are in it: it may be slow
-    if not all_wait(alive, now, patience / 2 if gone else patience):
+    if not all_wait(alive, now, patience / 2 if is_gone else patience):
         return
     taken = run.steps_taken()
-    unequal = len(set(taken.values())) > 1
-    counts = ", ".join(f"rank {rank} {steps}" for rank, steps in taken.items())
+    likely = "a collective that not all ranks call"
+    if len(set(taken.values())) > 1:
+        counts = ", ".join(f"rank {rank} {steps}" for rank, steps in taken.items())
+        likely = f"ranks took different numbers of steps ({counts})"
     yield Finding(
-        "watch.run.goes-on",
+        "",
         f"expected the ranks to go on, got a hang: {waits(run)}",
         min(taken.values(), default=0),
         place=alive[0].place,
-        likely=(
-            f"ranks took different numbers of steps ({counts})"
-            if unequal
-            else "a collective that not all ranks call"
-        )
-        + _lengths(run),
+        likely="; ".join(filter(None, [likely, _lengths(run)])),
     )
 
 
@@ -99,39 +95,29 @@ def all_wait(alive: Sequence[Rank], now: float, seconds: float) -> bool:
 def waits(run: Run) -> str:
     """Return where each rank waits, in which of its collectives."""
     said = []
-    for rank in run.ranks.values():
-        if rank.is_alive:
-            error = f" while it handles {rank.handling['type']}" if rank.handling else ""
-            said.append(f"rank {rank.rank} waits at {_at(rank)}{_what(rank)}{error}")
-        else:
+    for _, rank in sorted(run.ranks.items()):
+        if not rank.is_alive:
             said.append(f"rank {rank.rank} has {'raised' if rank.raised else 'ended'}")
-    return "; ".join(said)
-
-
-def _at(rank: Rank) -> str:
-    return rank.place or "an unknown line"
-
-
-def _what(rank: Rank) -> str:
-    last = rank.last[-1] if rank.last else None
-    if rank.pending:
+            continue
         own = rank.pending
-        return f" in {own}, its collective {own.number} of group {own.group}"
-    return f", after {last}" if last is not None else ""
+        last = f", after {rank.window[-1]}" if rank.window else ""
+        where = f" in {own}, its collective {own.number} of group {own.group}" if own else last
+        error = f" while it handles {rank.handling['type']}" if rank.handling else ""
+        said.append(f"rank {rank.rank} waits at {rank.at}{where}{error}")
+    return "; ".join(said)
 
 
 @norm("watch.run.ends", source=_C10D)
 def ends(run: Run) -> Iterator[Finding]:
     """Every rank MUST end by itself and without an exception."""
-    found = sorted((r for r in run.ranks.values() if r.raised), key=_first_raised)
-    held = [r for r in run.ranks.values() if r.handling and r.waits and not r.has_ended]
-    found = found or held
-    for rank in found[:1]:
-        error = rank.raised or rank.handling or {}
+    raised = [(r, r.raised) for r in run.ranks.values() if r.raised]
+    ranks = run.ranks.values()
+    held = [(r, r.handling) for r in ranks if r.handling and r.waits and not r.has_ended]
+    for rank, error in sorted(raised, key=lambda pair: (is_effect(pair[1]), pair[1]["t"])) or held:
         words = " ".join(error["text"].split())
-        is_held = "" if rank.raised else f", which it handles at {_at(rank)}"
+        is_held = "" if rank.raised else f", which it handles at {rank.at}"
         yield Finding(
-            "watch.run.ends",
+            "",
             f"rank {rank.rank}: expected it to end, got {error['type']}: "
             f"{words[:300]}{is_held}{_after(rank)}",
             max(rank.steps.values(), default=0),
@@ -140,25 +126,17 @@ def ends(run: Run) -> Iterator[Finding]:
             likely=_left(run) if is_effect(error) else "",
             is_first=not is_effect(error),
         )
-    if found:
-        return
-    for rank in run.ranks.values():
-        if not rank.has_ended and not rank.is_open:
+    for rank in ranks:
+        if not rank.has_ended and not rank.is_open and not rank.raised:
             yield Finding(
-                "watch.run.ends",
+                "",
                 f"rank {rank.rank}: expected it to end, got the end of its process without a word "
-                f"(killed, or out of memory) at {_at(rank)}{_after(rank)}",
+                f"(killed, or out of memory) at {rank.at}{_after(rank)}",
                 max(rank.steps.values(), default=0),
                 rank.rank,
                 place=rank.place,
                 likely=_left(run),
             )
-            return
-
-
-def _first_raised(rank: Rank) -> tuple[bool, int]:
-    error = rank.raised or {}
-    return is_effect(error), error["t"]
 
 
 def is_effect(error: Mapping[str, Any]) -> bool:
@@ -175,7 +153,7 @@ def _left(run: Run) -> str:
 
 
 def _after(rank: Rank) -> str:
-    last = ", ".join(map(str, list(rank.last)[-3:]))
+    last = ", ".join(map(str, list(rank.window)[-3:]))
     return f"; its last collectives: {last}" if last else ""
 
 
@@ -189,11 +167,11 @@ def as_many_steps(run: Run) -> Iterator[Finding]:
         few = min(taken, key=lambda rank: taken[rank])
         many = max(taken, key=lambda rank: taken[rank])
         yield Finding(
-            "watch.steps.as-many",
+            "",
             f"rank {few}: expected {taken[many]} steps as on rank {many}, got {taken[few]}",
             taken[few],
             few,
-            likely=_lengths(run).lstrip("; ")
+            likely=_lengths(run)
             or "the ranks' loaders have different lengths, or a rank skips updates",
         )
 
@@ -204,4 +182,4 @@ def _lengths(run: Run) -> str:
     if len(set(found.values())) < 2:
         return ""
     said = ", ".join(f"rank {rank} {count}" for rank, count in found.items())
-    return f"; the ranks' loaders have different numbers of batches ({said})"
+    return f"the ranks' loaders have different numbers of batches ({said})"

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+import math
+from collections.abc import Sequence, Set
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from spec_tests.rig.report.templates import of_texts
 from spec_tests.rig.report.text import several
-from spec_tests.watch import compare
 from spec_tests.watch.norm import NORMS, Finding, is_must
-from spec_tests.watch.run import Run
-from spec_tests.watch.seen import unseen
+from spec_tests.watch.run import Step
 
 # Causes before effects: a finding follows from one of those named beside it that stands above it.
 _FOLLOWS = {
@@ -67,6 +64,7 @@ _FOLLOWS = {
     "watch.schedule.per-update": (),
 }
 ORDER = list(_FOLLOWS)
+_ALWAYS = {"watch.run.ends", "watch.run.goes-on"}  # that they do not hold may be seen in any run
 # What the other ranks of one that raised are seen to do; some seconds before, where it hung first.
 _AT_THE_END = ("watch.collectives.match", "watch.run.goes-on", "watch.steps.as-many")
 # NaN is unequal to itself, in bytes too, and whatever it is multiplied by.
@@ -94,6 +92,9 @@ class Verdict:
     Attributes:
         status: 0 nothing found; 1 a MUST does not hold; 2 nothing could be judged.
         unseen: what could not be checked, in words.
+        replayed: which step was computed again, in words.
+        not_seen: the norms that no step could have broken.
+        compared: how the run differs from another one, in words.
     """
 
     status: int
@@ -103,8 +104,8 @@ class Verdict:
     unseen: list[str]
     replayed: str = ""
     cost: str = ""
-    not_seen: int = 0  # norms that no step could have broken
-    compared: str = ""  # with another run
+    compared: str = ""
+    not_seen: Set[str] = frozenset()
 
 
 def causes_of(findings: Sequence[Finding]) -> list[Cause]:
@@ -145,67 +146,77 @@ def _explains(cause: Finding, effect: Finding) -> bool:
 def render(verdict: Verdict) -> str:
     """Return the screen, at most 40 lines."""
     musts = sum(is_must(cause.finding) for cause in verdict.causes)
-    advice = several(len(verdict.causes) - musts, "finding")
-    verb = "is" if len(verdict.causes) - musts == 1 else "are"
-    seen = f"{several(verdict.steps, 'step')} of {several(verdict.ranks, 'rank')}{verdict.replayed}"
+    of = (verdict.steps, verdict.ranks, verdict.replayed, len(verdict.causes) - musts)
     template = of_texts(Path(__file__).parent).get_template("screen.txt.jinja")
     screen = template.render(
-        verdict=verdict,
-        norms=NORMS,
-        musts=musts,
-        seen=seen,
-        advice=f"; {advice} {verb} advice" if len(verdict.causes) > musts else "",
-        several=several,
+        verdict=verdict, norms=NORMS, musts=musts, seen=seen_in_words(*of), several=several
     )
     return screen.removesuffix("\n")
 
 
-def write(verdict: Verdict, run: Run, command: Sequence[str], folder: Path) -> None:
-    """Write report.json, index.html, and the steps that a later run is compared with."""
-    from spec_tests.watch.page import page
-
-    folder.mkdir(parents=True, exist_ok=True)
-    data = as_data(verdict, run, command)
-    (folder / "report.json").write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-    (folder / compare.FILE).write_text(json.dumps(run.records), encoding="utf-8")
-    (folder / "index.html").write_text(page(data), encoding="utf-8")
+def seen_in_words(steps: int, ranks: int, replayed: str, advice: int) -> str:
+    """Return how much of a run was seen, and how many findings are advice."""
+    words = f"{several(steps, 'step')} of {several(ranks, 'rank')}{replayed}"
+    verb = "is" if advice == 1 else "are"
+    return words + (f"; {several(advice, 'finding')} {verb} advice" if advice else "")
 
 
-def as_data(verdict: Verdict, run: Run, command: Sequence[str]) -> dict[str, Any]:
-    """Return the verdict and the timeline as plain data."""
-    causes = [
-        {
-            **asdict(cause.finding),
-            "sentence": NORMS[cause.finding.norm].sentence,
-            "strength": "MUST" if is_must(cause.finding) else "SHOULD",
-            "effects": cause.effects,
-            "times": cause.times,
-        }
-        for cause in verdict.causes
-    ]
-    not_seen = unseen(run.saw, verdict.replayed)
-    wrong = {cause.finding.norm for cause in verdict.causes}
-    wrong |= {effect for cause in verdict.causes for effect in cause.effects}
-    return {
-        "command": list(command),
-        "status": verdict.status,
-        "steps": verdict.steps,
-        "ranks": verdict.ranks,
-        "causes": causes,
-        "norms": [
-            {
-                "id": id,
-                "sentence": each.sentence,
-                "strength": str(each.strength),
-                "holds": id not in wrong,
-                "seen": id in wrong or id not in not_seen,
-            }
-            for id, each in NORMS.items()
-        ],
-        "unseen": verdict.unseen,
-        "replayed": verdict.replayed,
-        "cost": verdict.cost,
-        "compared": verdict.compared,
-        "timeline": list(run.timeline),
-        "spans": list(run.spans),
+# ------------------------------------------------------------- which norms had something to look at
+
+
+def seen_in(step: Step) -> set[str]:
+    """Return the ids of the norms that a step could have broken."""
+    events = step.events.values()
+    forwards = [forward for event in events for forward in event["forwards"]]
+    kinds = {e["kind"] for rank in step.events for e in step.layout(rank)}
+    many, is_ddp = len(step.events) > 1, "ddp" in kinds
+    peers = any(len(group) > 1 for group in step.peers())
+    inputs = any(math.prod(s) for forward in forwards for _, _, s in forward["inputs"])
+    losses = [loss for event in events for loss in event["losses"]]
+    feeds = [event["feed"] for event in events if event["feed"]]
+    replicas = any(True for _ in step.replicas("after"))
+    given = any(each is not None for event in events for each in event["grads"])
+    conditions = {
+        "watch.numbers.finite": given,
+        "watch.batches.distinct": peers and inputs,
+        "watch.batches.not-repeated": peers and inputs,
+        "watch.samples.one-split": peers and any(feed["split"] for feed in feeds),
+        "watch.samples.workers-divide": any(feed["workers"] > 1 for feed in feeds),
+        "watch.samples.divided": peers and any(feed["rows"] or feed["indices"] for feed in feeds),
+        "watch.samples.shuffled-anew": any(feed["by_epoch"] for feed in feeds),
+        "watch.samples.draws-differ": peers and any(feed["draws"] for feed in feeds),
+        "watch.steps.same": many and bool(forwards),
+        "watch.replicas.buffers": peers and any(forward["buffers"] for forward in forwards),
+        "watch.dropout.differs": peers and any(forward["drops"] for forward in forwards),
+        "watch.loss.token-counts": sum(bool(loss["tokens"]) for loss in losses) > 1,
+        "watch.loss.weights": bool(losses),
+        "watch.optimizer.holds-the-model": step.number > 1,
+        "watch.reduction.no-sync": many and any(event["unsynced"] for event in events),
+        "watch.reduction.once": many and kinds == {"ddp"},
+        "watch.reduction.through-the-wrapper": is_ddp and bool(forwards),
+        "watch.reduction.saved": many and is_ddp and any(e["backwards"] > 1 for e in events),
+        "watch.reduction.mean": any(event["sums"] for event in events),
+        "watch.scaler.unscaled": any(event["scaler"] for event in events),
+        "watch.weights.current": any(event["compared"] for event in events),
+        "watch.parameters.stay-tied": any(event["tied"] for event in events),
+        "watch.replicas.begin-equal": replicas,
+        "watch.gradients.equal": replicas and given,
+        "watch.replicas.equal": replicas,
+        "watch.replicas.unheld": peers and any(event["unheld"] for event in events),
+        "watch.clip.norm": any(event["clip"] for event in events),
+        "watch.optimizer.same-options": many,
+        "watch.optimizer.moves": given,
+        "watch.optimizer.update": any(event["sampled"] for event in events),
+        "watch.optimizer.precision": any(event["half"] for event in events),
+        "watch.optimizer.resumed": any(event["loaded"] for event in events),
+        "watch.schedule.per-update": any(event["scheduled"] for event in events),
+        "watch.collectives.match": many and all(event["is_complete"] for event in events),
+        "watch.steps.as-many": many,
     }
+    return {id for id, holds in conditions.items() if holds}
+
+
+def not_seen(saw: set[str], replayed: str) -> set[str]:
+    """Return the ids of the norms that no step could have broken."""
+    replay = {"watch.replay.gradients"} if replayed else set()
+    return NORMS.keys() - saw - _ALWAYS - replay

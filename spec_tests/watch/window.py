@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import time
 import weakref
 import zlib
 from collections.abc import Iterable
@@ -10,14 +10,30 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import optimizer as optim
 
-from . import finite
-from .layout import Entry, Names, fingerprint, is_dtensor, local_of, plain_name
+from .layout import (
+    Entry,
+    Names,
+    fingerprint,
+    is_dtensor,
+    local_of,
+    norms_of,
+    not_finite,
+    plain_name,
+)
 from .link import script_line
-from .sums import Sums
 
 KEPT = 4096
 """Forwards, and losses, that are kept of one window."""
+# Their updates are by element: that of a shard is the shard of the update.
+_BY_ELEMENT = frozenset(
+    ("SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "NAdam", "RAdam", "Adamax", "Adadelta", "ASGD")
+)
+_NOT_PLAIN = ("params", "fused", "foreach", "capturable", "differentiable")
+_MOST = 2**18  # elements of a sampled parameter
+_MANY = 8  # parameters that are sampled
+_SHARE = 1e-2  # of the largest update: what kernels that fuse operations are apart
 
 
 class Window:
@@ -26,7 +42,7 @@ class Window:
     def __init__(self) -> None:
         self.forwards: list[dict[str, Any]] = []
         self.losses: list[dict[str, Any]] = []
-        self.stale: list[tuple[str, str, Tensor]] = []
+        self.stale: list[tuple[str, str, Tensor]] = []  # name, line, elements that are not current
         self.scheduled: dict[int, list[Any]] = {}  # schedule to its steps, and their line
         self.spans: list[list[Any]] = []  # what ran from when to when; backwards by their number
         self.called: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -35,8 +51,9 @@ class Window:
         self.feed: Any = None  # the loader that gave its batches
         self.is_cleared = False  # gradients, since the last backward
         self.has_dropped = False  # gradients of a backward that no step was taken with
-        self.sums = Sums()
         self.counts: dict[int, list[int]] = {}  # parameter to its backwards, unsynced ones, size
+        self.made: dict[int, tuple[int, Tensor]] = {}  # parameter to its size, and gradient's norm
+        self.summed: list[tuple[int, Tensor, Tensor]] = []  # size, norms before and after
 
     def span(self, kind: str, begun: int, now: int, key: int = 0) -> None:
         """Keep that something ran, as a part of what already runs under the same key."""
@@ -63,7 +80,7 @@ class Window:
                     isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0 and m.training
                     for m in module.modules()
                 ),
-                "inside": ddp is None and any(id(p) in names.ddp for p in module.parameters()),
+                "inside": ddp is None and any(names.of(p).wrapper for p in module.parameters()),
                 "syncs": None if ddp is None else bool(ddp.require_backward_grad_sync),
                 "averages": ddp is not None and not getattr(ddp, "_comm_hooks", True),
                 "buffers": None,
@@ -80,6 +97,14 @@ class Window:
             for loss in self.losses:
                 loss["is_cleared"] = loss["weight"] is not None
 
+    def accumulated(self, parameter: Tensor, is_unsynced: bool) -> None:
+        """A backward has added to the gradient of a parameter, and DDP will reduce it or not."""
+        counted = self.counts.setdefault(id(parameter), [0, 0, parameter.numel()])
+        counted[0] += 1
+        counted[1] += is_unsynced
+        self.is_cleared, now = False, time.time_ns()
+        self.span("backward", now, now, torch._C._current_graph_task_id() + 1)
+
     def backwards(self, parameters: Iterable[Tensor]) -> int:
         """Return how often gradients were added to some parameters."""
         return max((self.counts.get(id(p), [0])[0] for p in parameters), default=0)
@@ -87,9 +112,10 @@ class Window:
     def unheld(self, names: Names, held: Iterable[Watched], steps: int) -> dict[str, list[int]]:
         """Hash the parameters that no optimizer holds, of each kind of model that was called."""
         found: dict[str, list[int]] = {}
-        known = {*names.fsdp, *names.flat}.union(*(each.ids for each in held))
+        ids: set[int] = set().union(*(each.ids for each in held))
         for module in self.called if steps < 3 or not steps % 16 else ():
-            own = [p for p in module.parameters() if id(p) not in known]
+            free = [(p, names.of(p)) for p in module.parameters() if id(p) not in ids]
+            own = [p for p, known in free if not known.is_fsdp and known.kind != "flat"]
             if own and not any(map(is_dtensor, module.parameters())):
                 hashes = sum(numbers([fingerprint(p) for p in own]))
                 found.setdefault(type(module).__name__, []).append(hashes)
@@ -102,28 +128,16 @@ class Window:
             self.forwards[-1]["buffers"] = {plain_name(n): fingerprint(b) for n, b in floats}
 
     def fields(self) -> dict[str, Any]:
-        """Return everything as plain data, after one wait for the device."""
-        tensors = [each[0] for f in self.forwards for each in f["inputs"]]
-        tensors += [h for f in self.forwards for h in (f["buffers"] or {}).values()]
-        tensors += [n for each in self.losses if (n := each["tokens"]) is not None]
-        tensors += [each[2] for each in self.stale]
-        values = iter(numbers(tensors))
-        for forward in self.forwards:
-            forward["inputs"] = [[next(values), *rest] for _, *rest in forward["inputs"]]
-        for forward in self.forwards:
-            forward["buffers"] = {name: next(values) for name in forward["buffers"] or {}}
-        for loss in self.losses:
-            loss["tokens"] = None if loss["tokens"] is None else next(values)
-            loss["weight"] = float(loss["weight"]) if loss["weight"] is not None else None
-            loss["is_bad"] = not math.isfinite(float(loss.pop("value")))
+        """Return everything as data, in which numbers may still be on their device."""
         counted = self.counts.values()
         return {
-            "forwards": self.forwards,
+            "forwards": [{**each, "buffers": each["buffers"] or {}} for each in self.forwards],
             "loss": sum(float(root) for root in self.roots) if self.roots else None,
             "is_low": self.is_low,
             "losses": self.losses,
             "dropped": self.has_dropped,
-            "stale": [[name, place, n] for name, place, _ in self.stale if (n := next(values))],
+            "cleared": self.is_cleared,
+            "stale": self.stale,
             "scheduled": max(self.scheduled.values(), default=None),
             "spans": [span[:3] for span in self.spans],
             "computed": sum(times * size for times, _, size in counted),
@@ -136,30 +150,28 @@ class Window:
 class Watched:
     """One optimizer: its parameters as they were last described, and how many steps it took."""
 
-    def __init__(self, optimizer: Any, number: int) -> None:
+    def __init__(self, number: int) -> None:
         self.number = number
         self.steps = 0
         self.usual: int | None = None  # forwards before its last step
         self.earlier: dict[int, Tensor] = {}  # gradients of the step before the replayed one
         self.entries: list[Entry] = []
         self.parameters: list[Tensor] = []
-        self.last: list[int] = []
+        self.last: list[Any] = []  # hashes of its parameters
         self.event: dict[str, Any] = {}
         self.sample: Any = None  # parameters whose update is computed again
         self.ids: set[int] = set()
-        self._optimizer = weakref.ref(optimizer)
         self._seen: tuple[object, ...] = ()
         self._half: tuple[int, Tensor] | None = None
 
-    def describe(self, names: Names) -> bool:
+    def describe(self, groups: list[dict[str, Any]], names: Names) -> bool:
         """Read its parameters; returns whether anything is new."""
-        groups = self._groups()
         labelled = [
             (f"param_groups[{g}][{i}]", parameter)
             for g, group in enumerate(groups)
             for i, parameter in enumerate(group["params"])
         ]
-        seen = (tuple((id(p), p.requires_grad) for _, p in labelled), len(names.of))
+        seen = (tuple((id(p), p.requires_grad) for _, p in labelled), names.count)
         if seen == self._seen:
             return False
         if [id(p) for _, p in labelled] != [id(p) for p in self.parameters]:
@@ -170,14 +182,10 @@ class Watched:
         self.entries = [names.entry(p, label) for label, p in labelled]
         return True
 
-    def _groups(self) -> list[dict[str, Any]]:
-        optimizer = self._optimizer()
-        return [] if optimizer is None else optimizer.param_groups
-
     def not_finite(self) -> list[str]:
         """Return the names of its parameters that have numbers that are not finite."""
         tensors: list[Tensor | None] = [*self.parameters]
-        return finite.named(self.entries, tensors, finite.norms(tensors))
+        return not_finite(self.entries, tensors, norms_of(tensors))
 
     def take_half(self) -> None:
         """Keep the largest 16-bit parameter, in the first steps."""
@@ -193,16 +201,69 @@ class Watched:
         changed = (local_of(self.parameters[index]) != before).double().mean()
         return [self.entries[index].name, float(changed)]
 
-    def options(self) -> list[list[Any]]:
-        """Return the rate and the decay of each group, where they are plain numbers."""
-        asked = ("lr", "weight_decay")
-        found = [[group.get(name) for name in asked] for group in self._groups()]
-        return [[v if isinstance(v, int | float) else None for v in each] for each in found]
+
+class Sample:
+    """Some parameters of one optimizer as they are before a step, each with an optimizer of it.
+
+    After the step the same class of optimizer, on plain copies of them, their gradients and their
+    states, says what they should be: a shard that lies in memory of another one, or that is written
+    over in the step, is something else.
+    """
+
+    def __init__(self, optimizer: Any, names: Names) -> None:
+        self._copies: list[tuple[str, Tensor, Tensor, Tensor, Any]] = []
+        found = [
+            (group, p)
+            for group in optimizer.param_groups
+            for p in group["params"]
+            if p.grad is not None and p.grad.layout is torch.strided and not p.is_complex()
+            if 0 < local_of(p).numel() <= _MOST
+        ]
+        for group, p in found[:: max(1, len(found) // _MANY)] if _is_known(optimizer) else ():
+            copy = local_of(p).clone().requires_grad_()
+            copy.grad = local_of(p.grad).clone()
+            plain = {n: v for n, v in group.items() if n not in _NOT_PLAIN}
+            own = type(optimizer)([{**plain, "params": [copy], "foreach": False}])
+            state = optimizer.state.get(p, {})
+            own.state[copy] = {n: _clone(value) for n, value in state.items()}
+            name = names.of(p).name or "a parameter of the optimizer"
+            self._copies.append((name, p, copy, copy.detach().clone(), own))
+
+    def compare(self) -> list[Any] | None:
+        """Return name, elements that are something else, and all, of the first that is."""
+        for name, p, copy, before, own in self._copies:
+            step = type(own).step
+            getattr(step, "__wrapped__", step)(own)  # without the script's hooks of all optimizers
+            after = local_of(p)
+            allowed = _SHARE * (copy.detach() - before).abs().max()
+            allowed = allowed + 8 * torch.finfo(copy.dtype).eps * before.abs()
+            off = int(((after - copy.detach()).abs() > allowed).sum())
+            if off:
+                return [name, off, after.numel()]
+        return None
+
+
+def _is_known(optimizer: Any) -> bool:
+    kind = type(optimizer)
+    is_torch = kind.__module__.startswith("torch.optim.") and kind.__name__ in _BY_ELEMENT
+    own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    others = len(optim._global_optimizer_pre_hooks) > 1  # beside the watcher's
+    return is_torch and not own and not others  # which may change gradients, or weights
+
+
+def _clone(value: Any) -> Any:
+    return local_of(value).clone() if isinstance(value, Tensor) else value
 
 
 def _is_low(module: nn.Module) -> bool:
     parameter = next(module.parameters())
     return torch.is_autocast_enabled(parameter.device.type) or parameter.element_size() == 2
+
+
+def options_of(groups: list[dict[str, Any]]) -> list[list[Any]]:
+    """Return the rate and the decay of each group of an optimizer, where they are plain numbers."""
+    found = [[group.get(name) for name in ("lr", "weight_decay")] for group in groups]
+    return [[v if isinstance(v, int | float) else None for v in each] for each in found]
 
 
 def tensors_of(tree: Any) -> list[Tensor]:
@@ -211,8 +272,22 @@ def tensors_of(tree: Any) -> list[Tensor]:
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
-def numbers(tensors: list[Tensor]) -> list[int]:
+def numbers(tensors: list[Tensor]) -> list[Any]:
     """Return the values of 0-d tensors, waiting for the device once."""
     if not tensors:
         return []
     return torch.stack([t.reshape(()).to(tensors[0].device) for t in tensors]).tolist()
+
+
+def plain(tree: Any) -> Any:
+    """Return nested data with a number for each 0-d tensor, waiting for the device once."""
+    leaves, shape = torch.utils._pytree.tree_flatten(tree)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    whole = [t for t in tensors if not t.is_floating_point()]
+    real = [t.double() for t in tensors if t.is_floating_point()]
+    integers, floats = iter(numbers(whole)), iter(numbers(real))
+    found = [
+        next(floats if leaf.is_floating_point() else integers) if isinstance(leaf, Tensor) else leaf
+        for leaf in leaves
+    ]
+    return torch.utils._pytree.tree_unflatten(found, shape)

@@ -16,11 +16,10 @@ from torch import Tensor, nn
 from spec_tests.tests.rig.helpers import ROOT, python
 from spec_tests.tests.rig.watched import SCRIPTS, find
 from spec_tests.tests.rig.watched.trial import Outcome, run
-from spec_tests.watch import replayed, traffic, twin
+from spec_tests.watch import replay, replayed
 from spec_tests.watch.command import norms
 from spec_tests.watch.layout import Names
 from spec_tests.watch.norm import Finding
-from spec_tests.watch.run import Collective
 from spec_tests.watch.verdict import Verdict, causes_of, render
 
 RIGHT = [name for name in SCRIPTS if name != "libraries"]  # needs a library that CI has not
@@ -246,10 +245,10 @@ print("fingerprint 0", hashlib.sha256(state + repr(random.random()).encode()).he
     assert not any(" failed" in each for each in outcome.verdict.unseen), shown(outcome)
 
 
-def copied(model: nn.Sequential) -> tuple[twin.Copy, Any]:
+def copied(model: nn.Sequential) -> tuple[replay.Copy, Any]:
     (names := Names()).learn(model)
     seen = {(id(each), n): p.data for each in model for n, p in each.named_parameters()}
-    return (copy := twin.Copy(names, seen, {})), copy.of(model)
+    return (copy := replay.Copy(names, seen, {})), copy.of(model)
 
 
 def test_the_copy_of_a_model_whose_attributes_hold_siblings_is_whole():
@@ -270,7 +269,7 @@ def test_what_cannot_be_copied_is_shared_by_all_who_have_it():
 def test_a_hook_of_the_scripts_own_is_not_left_out_of_the_copy():
     model = nn.Sequential(nn.Linear(2, 2))
     model[0].register_forward_hook(functools.partial(lambda factor, *seen: factor * seen[-1], 3.0))
-    with pytest.raises(twin.CannotReplayError, match="has a hook of"):
+    with pytest.raises(replay.CannotReplayError, match="has a hook of"):
         copied(model)
 
 
@@ -307,15 +306,6 @@ def test_a_step_of_the_reference_s_own_sharding_is_computed_again(is_right: bool
     assert "step 2 computed again" in outcome.verdict.replayed, shown(outcome)
     assert set(outcome.norms) == (set() if is_right else {"watch.replay.gradients"})
     assert is_right or "(6 tensors)" in outcome.verdict.causes[0].finding.text
-
-
-def test_collectives_of_another_size_are_told_with_both_ranks():
-    sizes = {0: ((4,),), 1: ((5,),)}
-    sent = {r: Collective(0, "0", 7, "all_reduce", s, ("Float",)) for r, s in sizes.items()}
-    (found,) = traffic.collectives_match(sent)
-    assert "rank 1: expected all_reduce(4) of rank 0 as collective 7" in found.text
-    assert "got all_reduce(5)" in found.text
-    assert not list(traffic.collectives_match({0: sent[0], 1: sent[0]}))
 
 
 # ------------------------------------------------------------------------------------------ verdict

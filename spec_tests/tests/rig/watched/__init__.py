@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import shutil
 import tomllib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from spec_tests.tests.rig.watched.small import small
 
@@ -25,7 +25,7 @@ SCRIPTS = tuple(sorted(path.stem for path in HERE.glob("*.py") if path.stem not 
 class Fault:
     """A change to one script, and what a watcher should report of it.
 
-    `edits` are pairs of the text that is replaced and the text that replaces it. `check` is the
+    The text `find` is replaced by `replace`; `edits` are several such pairs. `check` is the
     check that should report the fault, `also` are checks that may report what follows from it.
     `says` is a tensor's name or a part of a line that the report should name, if any. `replay` is
     true where only a replay of values can show the fault. `needs` is a library that the script
@@ -34,19 +34,21 @@ class Fault:
 
     id: str
     script: str
-    edits: tuple[tuple[str, str], ...]
     check: str
-    also: tuple[str, ...]
-    world: int
-    steps: int
-    replay: bool
-    spare: bool
     story: str
     link: str
-    says: str
-    seen: str
-    needs: str
-    missed: str
+    find: str = ""
+    replace: str = ""
+    edits: Sequence[dict[str, str]] = ()
+    also: Sequence[str] = ()
+    world: int = 2
+    steps: int = 4
+    replay: bool = False
+    spare: bool = False
+    says: str = ""
+    seen: str = ""
+    needs: str = ""
+    missed: str = ""
 
 
 def find(script: str) -> Path:
@@ -68,18 +70,7 @@ def told_by() -> dict[str, list[str]]:
 
 def faults() -> list[Fault]:
     """Return the faults of `faults.toml`, in its order; the forty and the spare ones."""
-    return [_fault(entry) for entry in tomllib.loads((HERE / "faults.toml").read_text())["fault"]]
-
-
-def _fault(entry: dict[str, Any]) -> Fault:
-    edits = entry.pop("edits", None)
-    if edits is None:
-        edits = [{"find": entry.pop("find"), "replace": entry.pop("replace")}]
-    defaults: dict[str, Any] = {"also": [], "world": 2, "steps": 4, "replay": False, "spare": False}
-    fields = defaults | {"says": "", "seen": "", "needs": "", "missed": ""} | entry
-    fields["edits"] = tuple((edit["find"], edit["replace"]) for edit in edits)
-    fields["also"] = tuple(fields["also"])
-    return Fault(**fields)
+    return [Fault(**entry) for entry in tomllib.loads((HERE / "faults.toml").read_text())["fault"]]
 
 
 def write_fault(fault: Fault, directory: Path) -> Path:
@@ -89,10 +80,10 @@ def write_fault(fault: Fault, directory: Path) -> Path:
         ValueError: a text that is to be replaced is not in the script exactly once.
     """
     text = find(fault.script).read_text()
-    for old, new in fault.edits:
-        if text.count(old) != 1:
-            raise ValueError(f"{fault.id}: found {text.count(old)} times, not once: {old!r}")
-        text = text.replace(old, new)
+    for edit in fault.edits or [{"find": fault.find, "replace": fault.replace}]:
+        if text.count(edit["find"]) != 1:
+            raise ValueError(f"{fault.id}: not found once: {edit['find']!r}")
+        text = text.replace(edit["find"], edit["replace"])
     path = directory / f"{fault.script}.py"
     path.write_text(text)
     shutil.copy(find("frame"), directory)

@@ -1,13 +1,11 @@
-"""Style of Accelerate's examples, or of Lightning Fabric's where Accelerate is not installed: the
-library wraps model, optimizer and loader. Says so and ends where neither is installed.
+"""Style of Accelerate's examples: the library wraps model, optimizer and loader. Says so and ends
+where it is not installed.
 """
 
-import argparse
-import hashlib
 import importlib.util
-import os
 import sys
 
+import frame
 import torch
 import torch.nn as nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -22,7 +20,8 @@ def build(seed):
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2), loader
 
 
-def with_accelerate(args):
+def main():
+    args = frame.arguments()
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
@@ -41,48 +40,12 @@ def with_accelerate(args):
             optimizer.zero_grad()
         if done == args.steps:
             break
-    accelerator.print(f"accelerate: last loss {loss.item():.4f}")
-    return accelerator.process_index, accelerator.unwrap_model(model), accelerator.end_training
-
-
-def with_fabric(args):
-    from lightning.fabric import Fabric
-
-    fabric = Fabric(
-        accelerator="cpu", strategy="ddp", devices=int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    )
-    fabric.launch()
-    model, optimizer, loader = build(args.seed)
-    model, optimizer = fabric.setup(model, optimizer)
-    loader = fabric.setup_dataloaders(loader)
-    torch.manual_seed(args.seed + 1 + fabric.global_rank)
-    for _, (inputs, targets) in zip(range(args.steps), loader, strict=False):
-        loss = nn.functional.cross_entropy(model(inputs), targets)
-        optimizer.zero_grad()
-        fabric.backward(loss)
-        fabric.clip_gradients(model, optimizer, max_norm=1.0)
-        optimizer.step()
-    fabric.print(f"fabric: last loss {loss.item():.4f}")
-    return fabric.global_rank, model.module, torch.distributed.destroy_process_group
-
-
-def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--library", choices=["accelerate", "lightning"])
-    args = parser.parse_args()
-    styles = {"accelerate": with_accelerate, "lightning": with_fabric}
-    names = [args.library] if args.library else list(styles)
-    found = [name for name in names if importlib.util.find_spec(name)]
-    if not found:
-        print("neither Accelerate nor Lightning is installed")
-        sys.exit(0)
-    rank, model, end = styles[found[0]](args)
-    digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters()))
-    print(f"fingerprint {rank} {digest.hexdigest()}\n", end="")
-    end()
+    accelerator.print(f"last loss {loss.item():.4f}")
+    frame.end(accelerator.process_index, accelerator.unwrap_model(model))
 
 
 if __name__ == "__main__":
+    if not importlib.util.find_spec("accelerate"):
+        print("Accelerate is not installed")
+        sys.exit(0)
     main()

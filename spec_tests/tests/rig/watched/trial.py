@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from spec_tests.tests.reference.launch import free_port
-from spec_tests.watch import command
+from spec_tests.watch import agent, command
 from spec_tests.watch.verdict import Verdict
 
 LIMIT_SECONDS = 60
@@ -57,13 +57,13 @@ def run(
     """Run a script on `world` ranks, under the watcher or without it."""
     begun = time.monotonic()
     with tempfile.TemporaryDirectory() as scratch:
-        agent = Forks(command.parse(options)[0], scratch, world, is_watched)
-        status = agent.run_command([str(script), *arguments])
-        verdict = agent.verdict(status)
-        return Outcome(verdict, status, agent.output(), time.monotonic() - begun, agent.run.records)
+        forks = Forks(command.parse(options)[0], scratch, world, is_watched)
+        status = forks.run_command([str(script), *arguments])
+        verdict = forks.verdict(status)
+        return Outcome(verdict, status, forks.output(), time.monotonic() - begun, forks.run.records)
 
 
-class Forks(command.Agent):
+class Forks(agent.Agent):
     """An agent whose command is forks that run a script."""
 
     def __init__(
@@ -137,7 +137,7 @@ def _be_rank(words: list[str], environment: dict[str, str], log: str, is_watched
     sys.path.insert(0, str(Path(words[0]).parent))  # as Python does for a script
     set_start_method("fork", force=True)  # of workers; a forkserver's fork would ask a forkserver
     if is_watched:
-        runpy.run_path(str(command.BOOT / "sitecustomize.py"))["_start"]()
+        runpy.run_path(str(agent.BOOT / "sitecustomize.py"))["_start"]()
         # A rank of torchrun's connects at once; a fork might be a worker that loads data.
         sys.modules["trainspec_watch.guard"].Current.probe.connect()  # type: ignore[attr-defined]
     status = 0

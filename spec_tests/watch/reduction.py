@@ -1,4 +1,4 @@
-"""The norms of a step: what holds between the ranks each time they take one."""
+"""The norms of gradients and weights between ranks: reduced once, through the wrapper, equal."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-# Each registers norms of a step.
-from spec_tests.watch import clipping, inputs, losses, replayed_norm, samples, values  # noqa: F401
 from spec_tests.watch.norm import Finding, rank_norm, step_norm
 from spec_tests.watch.run import Event, Step, unequal
 
 _ALONE = "nothing reduces their gradients, so that the ranks train alone: wrap the model in DDP"
 _QUIET_STEPS, _FEW = 3, 64  # elements that collectives may carry, such as a loss that is shown
 _DDP = "docs.pytorch.org/docs/stable/notes/ddp.html"
+_LI = "Li et al. 2020, section 3.2"
 _FSDP = "docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html"
 
 
@@ -44,8 +43,7 @@ def nothing_reduced_under_no_sync(step: Step, rank: int, event: Event) -> Findin
     times = event["reduced"] / event["distinct"] if is_known else 0.0
     if step.run.world == 1 or times <= meant + 0.5:
         return None
-    flags = [forward["syncs"] for forward in event["forwards"]]
-    outside = sum(flag is True for flag in flags) > meant
+    outside = sum(forward["syncs"] is True for forward in event["forwards"]) > meant
     return step.finding(
         rank,
         f"expected {meant} all-reduce of the gradients in a window of {event['backwards']} "
@@ -127,13 +125,14 @@ def reduction_saved(step: Step, rank: int, event: Event) -> Finding | None:
 @rank_norm("watch.weights.current", source=_FSDP)
 def weights_current(step: Step, rank: int, event: Event) -> Finding | None:
     """Full weights that a module computes with MUST be the current shards."""
-    if not event["stale"]:
+    stale = [each for each in event["stale"] if each[2]]
+    if not stale:
         return None
-    name, place, number = event["stale"][0]
+    name, place, number = stale[0]
     return step.finding(
         rank,
         f"expected the weights of the last step, got older ones in {number:,} elements of this "
-        f"rank's part ({len(event['stale'])} tensors)",
+        f"rank's part ({len(stale)} tensors)",
         name,
         place=place,
         likely="full weights were kept from a forward before the step, such as an evaluation "
@@ -152,69 +151,69 @@ def stay_tied(step: Step, rank: int, event: Event) -> Finding | None:
     return Finding("", text, step.number, rank, first, step.place(rank), likely)
 
 
-@step_norm("watch.gradients.equal", source="Li et al. 2020, section 3.2")
+@step_norm("watch.gradients.equal", source=_LI)
 def gradients_equal(step: Step) -> Iterator[Finding]:
     """Gradients of replicated parameters MUST be equal on all ranks when the step begins."""
     wrong = {name for name, _, _ in unequal(step, "after")}
     # By hand, a gradient may be whole on the rank alone that updates the parameter.
     ddp = {name for name, kind, _ in step.replicas("grads") if kind == "ddp"}
     found = [each for each in unequal(step, "grads") if each[0] in wrong | ddp]
-    if found:
-        name, rank, values = found[0]
-        lacks = [r for r, v in values.items() if v is None]
-        none = all(e["reduced"] == 0 and e["is_complete"] for e in step.events.values())
-        likely = "nothing was reduced in this step" if none else _late_flag(step, rank)
-        yield step.finding(
-            rank,
-            f"expected the gradient of rank {min(values)}, got "
-            f"{'none' if rank in lacks else 'another one'} ({_several(found, step)})"
-            f"{_reduced_ones(step, rank)}",
-            name,
-            likely=likely or ("a rank did not use the parameter" if lacks else ""),
-            needs_replicas=True,
-        )
+    if not found:
+        return
+    name, rank, values = found[0]
+    lacks = [r for r, v in values.items() if v is None]
+    micro_batches, likely = _reduced_ones(step, rank)
+    if all(e["reduced"] == 0 and e["is_complete"] for e in step.events.values()):
+        likely = "nothing was reduced in this step"
+    got = "none" if rank in lacks else "another one"
+    yield step.finding(
+        rank,
+        f"expected the gradient of rank {min(values)}, got {got} ({_several(found, step)})"
+        f"{micro_batches}",
+        name,
+        likely=likely or ("a rank did not use the parameter" if lacks else ""),
+        needs_replicas=True,
+    )
 
 
-def _reduced_ones(step: Step, rank: int) -> str:
-    """Return in words which micro-batches DDP reduced, as it decides in their forwards."""
+def _reduced_ones(step: Step, rank: int) -> tuple[str, str]:
+    """Return which micro-batches DDP reduced, as it decides in their forwards, and what is likely.
+
+    Both are in words, and "" where a forward has no wrapper that decides.
+    """
     flags = [forward["syncs"] for forward in step.events[rank]["forwards"]]
     if len(flags) < 2 or None in flags:
-        return ""
+        return "", ""
     reduced, left = ([at for at, f in enumerate(flags, 1) if f is flag] for flag in (True, False))
     words = f"micro-batches {', '.join(map(str, reduced))}" if reduced else "no micro-batch"
     off = f"; {', '.join(map(str, left))} ran with no_sync or require_backward_grad_sync=False"
-    return f"; of {len(flags)}, DDP reduced {words}" + off * bool(left)
+    likely = "the last micro-batch was not reduced: DDP reads no_sync and the flag in the forward"
+    return f"; of {len(flags)}, DDP reduced {words}{off * bool(left)}", likely * (not flags[-1])
 
 
-def _late_flag(step: Step, rank: int) -> str:
-    flags = [forward["syncs"] for forward in step.events[rank]["forwards"]]
-    if len(flags) < 2 or flags[-1] is not False:
-        return ""
-    return "the last micro-batch was not reduced: DDP reads no_sync and the flag in the forward"
-
-
-@step_norm("watch.replicas.begin-equal", source="Li et al. 2020, section 3.2")
+@step_norm("watch.replicas.begin-equal", source=_LI)
 def replicas_begin_equal(step: Step) -> Iterator[Finding]:
     """Replicated parameters MUST be equal on all ranks before the first step."""
     if step.number == _QUIET_STEPS and step.is_alone:
         yield from _parts_of_one_data_set(step)
     found = list(unequal(step, "before", every=True)) if step.number == 1 else []
-    if found:
-        step.run.unequal_starts.add(step.optimizer)
-        name, rank, values = found[0]
-        names = {each[0] for each in found}
-        added = _added(step, names)
-        reduces = _are_reduced(step, names)
-        is_meant = "; right if each rank is to train a model of its own" * step.is_alone
-        ask = step.ask(_unwrapped(step, names) or _ALONE + is_meant)
-        yield step.finding(
-            rank,
-            f"expected the weights of rank {min(values)} before the first step, got others "
-            f"({_several(found, step)})",
-            name,
-            likely=added or ("the first weights were not broadcast" if reduces else ask),
-            is_advice=not (reduces or added or step.run.groups),
-        )
+    if not found:
+        return
+    step.run.unequal_starts.add(step.optimizer)
+    name, rank, values = found[0]
+    names = {each[0] for each in found}
+    added = _added(step, names)
+    reduces = _are_reduced(step, names)
+    is_meant = "; right if each rank is to train a model of its own" * step.is_alone
+    ask = step.ask(_unwrapped(step, names) or _ALONE + is_meant)
+    yield step.finding(
+        rank,
+        f"expected the weights of rank {min(values)} before the first step, got others "
+        f"({_several(found, step)})",
+        name,
+        likely=added or ("the first weights were not broadcast" if reduces else ask),
+        is_advice=not (reduces or added or step.run.groups),
+    )
 
 
 def _parts_of_one_data_set(step: Step) -> Iterator[Finding]:
@@ -237,11 +236,11 @@ def _parts_of_one_data_set(step: Step) -> Iterator[Finding]:
 
 def _unwrapped(step: Step, names: set[str]) -> str:
     """Return in words that one of the models of an optimizer has no wrapper, but another has."""
-    kinds = [(entry["kind"], entry["name"]) for entry in step.layout(min(step.events))]
-    wrapped = sum(kind == "ddp" for kind, _ in kinds)
-    if not wrapped or any(name in names for kind, name in kinds if kind == "ddp"):
+    wrapped = [e["name"] for e in step.layout(min(step.events)) if e["kind"] == "ddp"]
+    if not wrapped or names & {*wrapped}:
         return ""
-    return f"its model is not wrapped, while that of {wrapped} other parameters of the optimizer is"
+    count = len(wrapped)
+    return f"its model is not wrapped, while that of {count} other parameters of the optimizer is"
 
 
 def _added(step: Step, names: set[str]) -> str:
@@ -264,28 +263,21 @@ def _are_reduced(step: Step, names: set[str]) -> bool:
     return any(kind != "plain" or (of[0] and of == of[:1] * len(of)) for kind, of in grads)
 
 
-@step_norm("watch.replicas.equal", source="Li et al. 2020, section 3.2")
+@step_norm("watch.replicas.equal", source=_LI)
 def replicas_equal(step: Step) -> Iterator[Finding]:
     """Replicated parameters MUST be equal on all ranks after an optimizer step."""
     found = list(unequal(step, "after"))
-    if found:
-        name, rank, values = found[0]
+    loaded = {bool(event["loaded"]): rank for rank, event in reversed(step.events.items())}
+    words = "rank {} loaded a state for its optimizer, rank {} did not"
+    for name, rank, values in found[:1]:
         yield step.finding(
             rank,
             f"expected the weights of rank {min(values)} after the step, got others "
             f"({_several(found, step)})",
             name,
-            likely=_loaded_on_some(step),
+            likely=words.format(loaded[True], loaded[False]) if len(loaded) == 2 else "",
             needs_replicas=True,
         )
-
-
-def _loaded_on_some(step: Step) -> str:
-    """Return in words that some ranks alone have loaded a state for the optimizer."""
-    loaded = {bool(event["loaded"]): rank for rank, event in reversed(step.events.items())}
-    if len(loaded) < 2:
-        return ""
-    return f"rank {loaded[True]} loaded a state for its optimizer, rank {loaded[False]} did not"
 
 
 @step_norm("watch.replicas.unheld", source="Tarvainen and Valpola 2017, section 2")
@@ -296,9 +288,9 @@ def unheld_equal(step: Step) -> Iterator[Finding]:
     for peers in step.peers():
         events = {rank: step.events[rank]["unheld"] for rank in peers}
         for kind in set.intersection(*({*each} for each in events.values())):
-            first, *rest = (events[rank][kind] for rank in peers)
-            pairs = zip(peers[1:], rest, strict=True)
-            wrong = next((r for r, o in pairs if o != first and len(o) == len(first)), None)
+            first = events[peers[0]][kind]
+            others = ((rank, of[kind]) for rank, of in events.items())
+            wrong = next((r for r, o in others if o != first and len(o) == len(first)), None)
             if step.run.unheld.setdefault((peers[0], kind), wrong is None) and wrong is not None:
                 yield step.finding(
                     wrong,
@@ -307,7 +299,6 @@ def unheld_equal(step: Step) -> Iterator[Finding]:
                     likely="a moving average, or frozen weights, are changed on some ranks alone",
                     needs_replicas=True,
                 )
-                return
 
 
 def _several(found: Sequence[Any], step: Step) -> str:
@@ -328,4 +319,3 @@ def same_options(step: Step) -> Iterator[Finding]:
                         f"expected {name} {wanted:g} of rank {first} in group {group}, got {got:g}",
                         is_advice=bool(step.doubt),
                     )
-                    return

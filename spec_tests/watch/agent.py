@@ -1,0 +1,385 @@
+"""The agent: listens to the ranks of one command, and judges what they send."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import os
+import secrets
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from spec_tests.rig.report.text import several
+
+# `data`, `numbers`, `reduction` and `replayed` register norms.
+from spec_tests.watch import compare, data, numbers, reduction, replayed, traffic  # noqa: F401
+from spec_tests.watch.norm import STEP_CHECKS, Finding, is_must
+from spec_tests.watch.run import Rank, Run, Step
+from spec_tests.watch.verdict import ORDER, Verdict, causes_of, not_seen, seen_in
+
+BOOT = Path(__file__).parent / "boot"
+_GRACE_SECONDS = 3.0
+_MISMATCH_SECONDS = 2.0  # that ranks wait in collectives that do not match, until they are ended
+_GONE_ON_SECONDS = 10.0  # after a mismatch: then it is not what the ranks wait for
+_KEPT = 100  # findings of one norm
+_RECORDS = "512"  # collectives that torch's flight recorder keeps: 6 ms to read
+
+
+class Peer:
+    """A connection of a rank: which one, as soon as it says so, and what it has sent of a line."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        self.line = b""
+        self.rank: Rank | None = None
+
+
+class Agent:
+    """Listens to the ranks of one command, and runs the checks as their events come."""
+
+    def __init__(self, options: argparse.Namespace, scratch: str) -> None:
+        self.run = Run(groups=options.replicas)
+        self.findings: list[Finding] = []
+        self.moved_to = ""
+        self._options = options
+        self._scratch = scratch
+        self._token = secrets.token_hex(8)
+        self._traffic = traffic.Traffic()
+        self._selector = selectors.DefaultSelector()
+        self._peers: set[Peer] = set()
+        self._hang: dict[int, tuple[int, ...]] = {}  # rank to how far it was when a hang was told
+        self._was_stopped = False
+        self._steps = self._ranks_seen = 0  # of runs that have ended
+        self._went_on = 0  # findings that the command has gone on after
+        self._script = ""
+        self._is_announced = False
+
+    def run_command(self, command: Sequence[str]) -> int:
+        """Start the command, serve its ranks until it has ended; returns its exit status."""
+        many = any("nnodes" in each and not each.endswith("=1") for each in command)
+        with socket.create_server(("" if many else "127.0.0.1", 0)) as server:
+            server.setblocking(False)
+            host = self._options.host or (socket.gethostname() if many else "127.0.0.1")
+            address = f"{host}:{server.getsockname()[1]}:{self._token}"
+            self._selector.register(server, selectors.EVENT_READ)
+            self._script = next((w for w in command if w.endswith(".py")), command[0])
+            child = self.start(command, self._environment(address))
+            try:
+                with _handed_on(child):
+                    self._serve(server, child)
+            except KeyboardInterrupt:
+                child.stop(signal.SIGINT)
+            finally:
+                for each in list(self._peers):
+                    self._close(each)
+                self._selector.close()
+            return child.wait()
+
+    def start(self, command: Sequence[str], environment: dict[str, str]) -> Any:
+        """Start the command; returns what can be polled, waited for and stopped."""
+        return Child(command, environment)
+
+    def _environment(self, address: str) -> dict[str, str]:
+        told = {
+            "agent": address,
+            "steps": self._options.steps,
+            "replay": self._options.replay,
+            "scratch": self._scratch,
+        }
+        paths = [str(BOOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        return {
+            "TORCH_FR_BUFFER_SIZE": _RECORDS,
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(paths),
+            "TRAINSPEC_WATCH": json.dumps(told),
+        }
+
+    def _serve(self, server: socket.socket, child: Any) -> None:
+        ended: float | None = None
+        while True:
+            for key, _ in self._selector.select(timeout=0.2):
+                if key.fileobj is server:
+                    self._accept(server)
+                else:
+                    self._read(key.data)
+            now = time.monotonic()
+            if child.poll() is None:
+                is_blocked = self._looks_blocked(now)
+                if is_blocked or (self._options.fail_fast and any(map(is_must, self.findings))):
+                    self._was_stopped = True
+                    child.stop(signal.SIGTERM)
+                continue
+            ended = ended or now
+            if not self._peers or now - ended > _GRACE_SECONDS:
+                return
+
+    def _accept(self, server: socket.socket) -> None:
+        peer = Peer(server.accept()[0])
+        peer.connection.setblocking(False)
+        self._peers.add(peer)
+        self._selector.register(peer.connection, selectors.EVENT_READ, peer)
+
+    def _read(self, peer: Peer) -> None:
+        try:
+            data = peer.connection.recv(1 << 20)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        *lines, peer.line = (peer.line + data).split(b"\n")
+        events = [json.loads(line) for line in lines]
+        if not data or any(e["e"] == "hello" and e["token"] != self._token for e in events):
+            self._close(peer)
+            return
+        for event in events:
+            try:
+                self._report(self._take(peer, event))
+            except Exception as error:  # the script goes on, and so does its judge
+                self.run.notes.append(f"an event of a rank failed: {error!r}")
+
+    def _close(self, peer: Peer) -> None:
+        self._peers.discard(peer)
+        self._selector.unregister(peer.connection)
+        peer.connection.close()
+        if peer.rank is not None:
+            peer.rank.is_open = False
+
+    def _take(self, peer: Peer, event: dict[str, Any]) -> Iterable[Finding]:
+        """Take one event; returns what it shows."""
+        kind = event.pop("e")
+        if kind == "rank":
+            self._take_rank(peer, event)
+        rank = peer.rank
+        if rank is None:
+            return ()
+        if kind == "collectives":
+            rank.read_until = event["t"]
+            found = self.run.take_collectives(rank, event["items"], event["missed"])
+            self.run.has_small_groups |= event["small"]
+            return self._traffic.take(rank, found)
+        if kind == "step":
+            # It may have come while the rank of its number before it was still closing.
+            self.run.ranks.setdefault(rank.rank, rank)
+            step = self.run.take_step(rank, event)
+            self._announce()
+            if step is not None:
+                self._report(self._judge(step))
+                self._say_how_far(step)
+            return ()
+        if kind in ("end", "done"):
+            rank.has_ended = True
+            rank.forwards += event.get("forwards", 0)
+            if kind == "done":
+                peer.connection.sendall(b"!")
+        elif kind == "moved":
+            self.moved_to = event["to"]
+            del self.run.ranks[rank.rank]
+            peer.rank = None
+        else:
+            self.run.take_news(rank, kind, event)
+        if kind == "raised" and not traffic.is_effect(event):
+            return traffic.ends(self.run)
+        return ()
+
+    def _judge(self, step: Step) -> list[Finding]:
+        """Return what the checks find in a step; one that breaks is a note, not the end."""
+        found: list[Finding] = []
+        self.run.saw |= seen_in(step)
+        if len(self.run.records) < compare.KEPT:
+            self.run.records.append(compare.record(step))
+        for id in sorted(STEP_CHECKS, key=ORDER.index):  # causes before effects
+            try:
+                found += STEP_CHECKS[id](step)
+            except Exception as error:
+                self.run.notes.append(f"the check of {id} failed: {error!r}")
+        return found
+
+    def _take_rank(self, peer: Peer, event: dict[str, Any]) -> None:
+        number = event["rank"]
+        before = self.run.ranks.get(number)
+        if peer.rank is None and before is not None and not before.is_open:
+            self._begin_anew()  # the command starts another training, or a failed one again
+        if peer.rank is None or peer.rank.rank != number:
+            peer.rank = self.run.ranks.setdefault(number, Rank(number))
+        peer.rank.world = event["world"] or peer.rank.world
+        if event["world"]:
+            self._announce()
+
+    def _announce(self) -> None:
+        if not self._is_announced:
+            self._is_announced = True
+            of = f"{several(self.run.world, 'rank')} of {Path(self._script).name}"
+            _say(f"watching {of}; first verdict after step 1")
+
+    def _say_how_far(self, step: Step) -> None:
+        """Say at the steps 1, 10, 100, then at each thousandth, what was found so far."""
+        number = step.number
+        if step.optimizer or not (number in (1, 10, 100) or number % 1000 == 0):
+            return
+        musts = {f.norm for f in self.findings if is_must(f)}
+        advice = {f.norm for f in self.findings} - musts
+        found = f"{several(len(musts), 'norm')} broken" if musts else "nothing wrong"
+        _say(f"step {number}: {found}" + f", {len(advice)} with advice" * bool(advice))
+
+    def _begin_anew(self) -> None:
+        """Close the books of a run whose ranks have ended, and open those of the next."""
+        self._report_end(self.run)
+        self._went_on = len(self.findings)
+        self._steps += max(self.run.steps_taken().values(), default=0)
+        self._ranks_seen = max(self._ranks_seen, len(self.run.ranks))
+        kept = ("timeline", "spans", "notes", "groups", "saw", "records")
+        self.run = Run(**{name: getattr(self.run, name) for name in kept})
+        self._traffic = traffic.Traffic()
+
+    def _report(self, findings: Iterable[Finding]) -> None:
+        for finding in findings:
+            known = sum(finding.norm == each.norm for each in self.findings)
+            if known < _KEPT:
+                self.findings.append(dataclasses.replace(finding, at=time.monotonic()))
+            if not known and is_must(finding):
+                _say(f"[{finding.norm}] {finding.text}")
+
+    def _report_end(self, run: Run) -> None:
+        found = [*traffic.ends(run), *traffic.as_many_steps(run)]
+        was_told = any(f.norm == "watch.run.ends" for f in self.findings[self._went_on :])
+        self._report(f for f in found if f.norm != "watch.run.ends" or not was_told)
+
+    def _looks_blocked(self, now: float) -> bool:
+        """Look for a hang; returns whether the command is to be ended for it."""
+        try:
+            self._look_for_hang(now)
+            return self._is_blocked_by_a_mismatch(now)
+        except Exception as error:  # the script goes on, and so does its judge
+            self.run.notes.append(f"the search for hangs failed: {error!r}")
+            return False
+
+    def _look_for_hang(self, now: float) -> None:
+        """Report a hang, and withdraw the report if the ranks go on after all."""
+        ranks = self.run.ranks.values()
+        if any(self._hang.get(r.rank, r.progress) != r.progress for r in ranks):
+            self._hang = {}
+            kept = [f for f in self.findings if f.norm != "watch.run.goes-on"]
+            if len(kept) < len(self.findings):
+                self.findings = kept
+                _say("the ranks went on: the hang was none, and is withdrawn")
+        has_mismatch = any(f.norm == "watch.collectives.match" for f in self.findings)
+        found = list(traffic.goes_on(self.run, now, self._options.patience))
+        if found and not self._hang and not has_mismatch:
+            self._hang = {r.rank: r.progress for r in ranks}
+            handles = any(r.handling for r in ranks) and not any(r.raised for r in ranks)
+            self._report([*(traffic.ends(self.run) if handles else ()), *found])
+
+    def _is_blocked_by_a_mismatch(self, now: float) -> bool:
+        """Return whether ranks wait in collectives that do not match: nothing will end that."""
+        alive = [rank for rank in self.run.ranks.values() if rank.is_alive]
+        found = [f.at for f in self.findings if f.norm == "watch.collectives.match"]
+        if not found or not traffic.all_wait(alive, now, _MISMATCH_SECONDS):
+            return False
+        if min(rank.still_since or now for rank in alive) > found[0] + _GONE_ON_SECONDS:
+            return False  # they have gone on after it
+        place = f"; {traffic.waits(self.run)}"
+        for index, each in enumerate(self.findings):
+            if each.norm == "watch.collectives.match":
+                self.findings[index] = dataclasses.replace(each, text=each.text + place)
+        _say(f"the command is ended: its ranks cannot go on{place}")
+        return True
+
+    def verdict(self, own: int) -> Verdict:
+        """Return what was found, when the command has ended with status `own`."""
+        run = self.run
+        if own == 0:  # started again by torchrun, or killed to show that a run can be resumed
+            earlier, last = self.findings[: self._went_on], self.findings[self._went_on :]
+            self.findings = [*map(_recovered, earlier), *last]
+        if not self._was_stopped:
+            self._report_end(run)
+        steps = self._steps + max(run.steps_taken().values(), default=0)
+        unseen = list(dict.fromkeys(run.notes))
+        status = int(any(self._options.strict or is_must(each) for each in self.findings))
+        if not status and not steps:
+            status = 0 if self.moved_to else 2
+            unseen.append(self._why_nothing(own))
+        ranks = max(self._ranks_seen, len(run.ranks))
+        parts, compared = False, ""
+        if self._options.compare is not None and steps:
+            parts, compared = compare.compare(run.records, self._options.compare)
+        rest = (run.replayed, run.cost(), compared, not_seen(run.saw, run.replayed))
+        found = causes_of(self.findings)
+        return Verdict(status or int(parts), found, steps, ranks, unseen, *rest)
+
+    def _why_nothing(self, own: int) -> str:
+        if self.moved_to:
+            return f"the ranks are judged by the agent of rank 0, at {self.moved_to}"
+        if any(rank.forwards for rank in self.run.ranks.values()):
+            return f"forwards were seen, but no optimizer step, and the command ended with {own}"
+        if any(Path(self._scratch).glob("torch-*")):
+            return (
+                "torch was imported, but neither a training forward (train(), gradients enabled, "
+                "in the thread that imported torch) nor a step of a torch.optim.Optimizer was seen"
+            )
+        return (
+            "no process of the command imported torch, or its Python was started with -E, -I or "
+            "-S, which take no start-up hook"
+        )
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"trainspec watch: {text}\n")
+
+
+def _recovered(finding: Finding) -> Finding:
+    """Return the end of a rank as advice: the command went on after it and ended with 0."""
+    if finding.norm != "watch.run.ends":
+        return finding
+    likely = "; ".join(filter(None, [finding.likely, "the command went on and ended with 0"]))
+    return dataclasses.replace(finding, is_advice=True, likely=likely)
+
+
+# -------------------------------------------------------------------------------------- the command
+
+
+@contextlib.contextmanager
+def _handed_on(child: Any) -> Iterator[None]:
+    """Hand signals that end a job on to the command, whose session is another one."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may set handlers
+        return
+    signals = (signal.SIGTERM, signal.SIGHUP)
+    before = [signal.signal(n, lambda number, _: child.stop(number)) for n in signals]
+    try:
+        yield
+    finally:
+        for number, handler in zip(signals, before, strict=True):
+            signal.signal(number, handler)
+
+
+class Child:
+    """The command, in a session of its own with all that it starts."""
+
+    def __init__(self, command: Sequence[str], environment: dict[str, str]) -> None:
+        self._process = subprocess.Popen(command, env=environment, start_new_session=True)
+
+    def poll(self) -> int | None:
+        """Return the exit status, None while it runs."""
+        return self._process.poll()
+
+    def wait(self) -> int:
+        """Wait for the end; returns the exit status."""
+        return self._process.wait()
+
+    def stop(self, number: int) -> None:
+        """Ask all to end with a signal, then end them."""
+        for each in (number, signal.SIGKILL):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, each)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(timeout=5)
