@@ -183,6 +183,7 @@ AXES: Mapping[str, Mapping[str, Word]] = {
         "not-the-first": Word((0,), refusable=WHOLE, is_drawn=False),
         "not-the-ends": Word((0, -1), refusable=WHOLE),
         "not-the-middle": Word((1, 2), refusable=WHOLE),
+        "not-the-second": Word((2, 3), of=TRAINERS, is_drawn=False),  # layer of "mlp"
     },
     # `ignored_params`: they stay plain, and each rank trains its own by its own gradient.
     "ignored": {

@@ -24,7 +24,8 @@ WORDS: dict[str, dict[str, tuple[tuple[str, ...], str]]] = {
         "one-parameter": (REPLICAS + SHARDS + WHOLE + OPTIMIZER, "correct"),
         "elsewhere": (OPTIMIZER, "correct"),  # to memory of its own, which it then has
     },
-    "number": dict.fromkeys(("0", "1", "2"), (SHARDS + WHOLE + OPTIMIZER + TRAINERS, "correct")),
+    "number": dict.fromkeys(("0", "1", "2"), (SHARDS + WHOLE + OPTIMIZER + TRAINERS, "correct"))
+    | {"3": (TRAINERS, "production")},
     "assigns": {
         "copied": (SAVED, "correct"),
         "assigned": (SHARDS, "correct"),

@@ -41,31 +41,39 @@ def test_an_evaluation_uses_current_weights(world, subject):
     same_as_alone(world, subject, line)
 
 
-SEEN: list[tuple[bool, bool]] = []
-"""Training mode, and whether gradients are computed, in each forward of a `Watch` on this rank."""
+class Seen(set[tuple[bool, bool]]):
+    """Training mode, and whether gradients are computed, of forwards; copies share it."""
+
+    def __deepcopy__(self, memo):
+        return self
 
 
 class Watch(nn.Module):
     """The identity; a copy that computes in the model's place is seen as well."""
 
+    def __init__(self):
+        super().__init__()
+        self.seen = Seen()
+
     def forward(self, x):
-        SEEN.append((self.training, torch.is_grad_enabled()))
+        self.seen.add((self.training, torch.is_grad_enabled()))
         return x
 
 
 def modes(ctx, subject):
     """Modes of a layer in the forwards of steps and evaluations."""
-    module = nn.Sequential(nn.Linear(6, 5), Watch(), nn.Linear(5, 3))
+    watch = Watch()
+    module = nn.Sequential(nn.Linear(6, 5), watch, nn.Linear(5, 3))
     run = OnRank(ctx, subject, "mlp of-two", module=module)
     evaluate = run.method("evaluate")
     found = {}
     for number in (1, 2):
-        SEEN.clear()
+        watch.seen.clear()
         run.trainer.step(run.batches(number))
-        found[f"step {number}"] = sorted({*SEEN})
-        SEEN.clear()
+        found[f"step {number}"] = sorted(watch.seen)
+        watch.seen.clear()
         evaluate(run.batch(ctx.rank, 50))
-        found[f"evaluation {number}"] = sorted({*SEEN})
+        found[f"evaluation {number}"] = sorted(watch.seen)
     return found
 
 

@@ -105,14 +105,14 @@ def test_ranks_may_compute_in_another_order(world, subject):
 @clause("trainer.parameters.thawed-later", source="contract: thawed-later; fine-tuning by stages")
 def test_what_is_thawed_later_trains(world, subject):
     """A parameter that is thawed between steps MUST train from then on, or be an error."""
-    line = "mlp momentum not-the-middle: train 1, thaw 1, thaw 2, train 2, train 3"
+    line = "mlp momentum not-the-second: train 1, thaw 2, thaw 3, train 2, train 3"
     same_as_alone(world, subject, line)
 
 
 @clause("trainer.parameters.frozen-later", source="contract: frozen-later; fine-tuning by stages")
 def test_what_is_frozen_later_stays(world, subject):
     """A parameter that is frozen between steps MUST stay as it is from then on, or be an error."""
-    same_as_alone(world, subject, "mlp adamw: train 1, freeze 2, train 2, train 3")
+    same_as_alone(world, subject, "mlp adamw: train 1, freeze 2, freeze 3, train 2, train 3")
 
 
 @clause(
