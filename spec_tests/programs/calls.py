@@ -44,6 +44,14 @@ Of a sharded optimizer, whose gradients arrive averaged:
     decay               from now on weights decay by a quarter of the rate
     add_group           two parameters more, in a group of their own
 
+Of a trainer, which also has `evaluate`, `rate`, `save`, `load`, `fails` and `freeze`:
+
+    train N             a step on the micro-batches of number N
+    train_of N COUNT    a step on so many of them
+    read                its full weights
+    late RANK           this rank comes late to the next call
+    fails_evaluating N  an exception in the forward of an evaluation
+
 `VERBS` is the whole language: which words a call takes, when a right trainer may make it, and
 which state it leaves. `Alone` and `OnRank` have a method for each verb; what a method returns is
 compared. A call whose effect the contract leaves open (a step of gradients that are not reduced) is
@@ -54,11 +62,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from spec_tests.programs.scene import (
     DOUBLE,
     FLOAT,
+    MODELS,
     OPTIMIZER,
     REPLICAS,
     SHARDS,
@@ -68,10 +78,8 @@ from spec_tests.programs.scene import (
     num_parameters,
 )
 from spec_tests.programs.state import State
+from spec_tests.programs.words import EVERY, SAVED, WORDS
 
-MODELS = REPLICAS + SHARDS + WHOLE
-EVERY = MODELS + OPTIMIZER
-SAVED = REPLICAS + SHARDS + OPTIMIZER + TRAINERS
 Call = tuple[str, ...]
 Program = tuple[Call, ...]
 
@@ -146,8 +154,14 @@ def _cleared(s: State) -> State:
 
 
 _CHANGES_WHAT_TRAINS = Verb(
-    "number", _rests, of=SHARDS + WHOLE + OPTIMIZER, refusable=WHOLE, later=WHOLE, sends=False
+    "number",
+    _rests,
+    of=SHARDS + WHOLE + OPTIMIZER + TRAINERS,
+    refusable=WHOLE + TRAINERS,
+    later=WHOLE + TRAINERS,
+    sends=False,
 )
+_OF_TRAINERS = partial(Verb, of=TRAINERS, level="production")
 
 VERBS: dict[str, Verb] = {
     "backward": Verb(
@@ -268,7 +282,11 @@ VERBS: dict[str, Verb] = {
     "step_one": Verb("which", _rests, lambda s: replace(_cleared(s), is_zeroed=False), sends=False),
     "zero_grad": Verb("how", then=_cleared, of=EVERY, sends=False),
     "clip": Verb("order", lambda s: _rests(s) and s.is_reduced, _cleared, of=REPLICAS + SHARDS),
-    "train": Verb("micro", of=TRAINERS, often=4),
+    "train": Verb("micro", then=_cleared, of=TRAINERS, often=4),
+    "train_of": _OF_TRAINERS("micro count", then=_cleared, refusable=TRAINERS),
+    "read": _OF_TRAINERS(),
+    "late": _OF_TRAINERS("rank"),
+    "fails_evaluating": _OF_TRAINERS("micro", then=_becomes(may_refuse=True)),
     "evaluate": Verb("micro", of=MODELS + TRAINERS, reduces=0, ends="forward"),
     "infer": Verb("micro", ends="forward"),
     "record": Verb("micro", of=SHARDS + WHOLE, later=WHOLE, reduces=0, ends="forward"),
@@ -287,7 +305,8 @@ VERBS: dict[str, Verb] = {
             s, is_broken=True, may_refuse=True, waits=False, is_left=s.waits or s.is_left
         ),
         often=2,
-        of=REPLICAS + SHARDS,  # of a whole model nothing is promised then
+        of=REPLICAS + SHARDS + TRAINERS,  # of a whole model nothing is promised then
+        later=TRAINERS,
         ends="open",
         records=True,
     ),
@@ -310,37 +329,6 @@ VERBS: dict[str, Verb] = {
     "add_group": Verb("", lambda s: not s.has_grown, _becomes(has_grown=True), of=OPTIMIZER),
 }
 """Every call."""
-
-WORDS: dict[str, dict[str, tuple[tuple[str, ...], str]]] = {
-    # word: the functions that have it, its level
-    "how": {
-        "none": (REPLICAS + SHARDS + WHOLE + OPTIMIZER, "correct"),
-        "zero": (REPLICAS + SHARDS + WHOLE + OPTIMIZER, "correct"),
-        "of-the-model": (REPLICAS + SHARDS, "production"),
-    },
-    "order": dict.fromkeys(("two", "largest"), (REPLICAS + SHARDS, "correct")),
-    "which": dict.fromkeys(("first", "second"), (REPLICAS + SHARDS + WHOLE, "correct")),
-    "layer": dict.fromkeys(("first", "middle", "last"), (MODELS + TRAINERS, "correct")),
-    "flag": dict.fromkeys(("True", "False"), (SHARDS, "correct")),
-    "at_once": {"now": (SHARDS, "correct"), "in-flight": (SHARDS, "production")},
-    "where": {
-        "parameters": (REPLICAS + SHARDS + WHOLE + OPTIMIZER, "correct"),
-        "local-tensors": (SHARDS, "correct"),
-        "one-parameter": (REPLICAS + SHARDS + WHOLE + OPTIMIZER, "correct"),
-        "elsewhere": (OPTIMIZER, "correct"),  # to memory of its own, which it then has
-    },
-    "number": dict.fromkeys(("0", "1", "2"), (SHARDS + WHOLE + OPTIMIZER, "correct")),
-    "assigns": {
-        "copied": (SAVED, "correct"),
-        "assigned": (SHARDS, "correct"),
-        "in-parts": (SHARDS, "correct"),
-    },
-    "whose": dict.fromkeys(("all", "half", "one", "none"), (OPTIMIZER, "correct")),
-    "does": dict.fromkeys(("deals", "sets-the-rate", "raises"), (OPTIMIZER, "correct")),
-    "factor": dict.fromkeys(("2", "0.5"), (OPTIMIZER + TRAINERS, "correct")),
-    "rank": dict.fromkeys(("0", "1"), (EVERY + TRAINERS, "correct")),
-}
-"""The words that a call may take, by kind."""
 
 
 def parsed(text: str) -> Program:

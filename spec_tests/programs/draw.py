@@ -18,7 +18,6 @@ from functools import cache
 from spec_tests.programs import declared, law, seeds
 from spec_tests.programs.calls import (
     VERBS,
-    WORDS,
     Call,
     Program,
     after,
@@ -30,12 +29,13 @@ from spec_tests.programs.scene import (
     AXES_OF,
     AXIS_OF,
     OPTIMIZER,
+    STEPPED,
     TRAINERS,
     WHOLE,
     Scene,
-    pairs,
 )
 from spec_tests.programs.state import State
+from spec_tests.programs.words import WORDS
 from spec_tests.rig.outcomes import LEVELS
 from spec_tests.rig.ranks.errors import NotOffered
 from spec_tests.rig.ranks.world import World
@@ -60,6 +60,35 @@ PARTS = 4
 """Cases of a clause at a world size; they share every second or fourth row of a covering array."""
 
 Avoided = Callable[[str], bool]
+
+
+def drawn(axis: str, subject: str, level: str) -> list[str]:
+    """Return the words of an axis that the generator has for a function."""
+    is_dealt = axis == "toy" and subject in OPTIMIZER + TRAINERS
+    return [
+        word
+        for word, meant in AXES[axis].items()
+        if meant.is_drawn_at(level) and not (is_dealt and word not in STEPPED)
+    ]
+
+
+def pairs(subject: str, size: int, level: str) -> dict[frozenset[str], None]:
+    """Return every two words of two axes of a function that can meet, in a stable order."""
+    words = {axis: drawn(axis, subject, level) for axis in AXES_OF[subject]}
+    found: dict[frozenset[str], None] = {}
+    for one, other in itertools.combinations(words, 2):
+        for pair in itertools.product(words[one], words[other]):
+            if any(row.exists(subject, size) for row in _completions(pair)):
+                found[frozenset(pair)] = None
+    return found
+
+
+def _completions(words: Sequence[str]) -> Iterator[Scene]:
+    """Yield the scene of these words alone, and with each toy where they name none."""
+    text = " ".join(words)
+    yield Scene.of(text)
+    if not any(AXIS_OF[word] == "toy" for word in words):
+        yield from (Scene.of(f"{text} {name}") for name in AXES["toy"])
 
 
 @cache
@@ -101,9 +130,8 @@ def _completed(
         open_toy = axis != "toy" and not any(AXIS_OF[word] == "toy" for word in row)
         known = [
             word
-            for word, meant in AXES[axis].items()
-            if meant.is_drawn_at(level)
-            and (open_toy or Scene.of(" ".join([*row, word])).exists(subject, size))
+            for word in drawn(axis, subject, level)
+            if open_toy or Scene.of(" ".join([*row, word])).exists(subject, size)
         ]
         if chance is not None:
             chance.shuffle(known)

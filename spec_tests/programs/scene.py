@@ -9,7 +9,6 @@ fault that needs two settings to meet is a scene of two words.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -59,8 +58,10 @@ def toy(name: str, use: Sequence[str] = (), *, by_rank: bool = False, **word: An
 REPLICAS = ("ddp", "ddp_bucketed")
 SHARDS = ("fully_shard",)
 WHOLE = ("fsdp",)
+MODELS = REPLICAS + SHARDS + WHOLE
 OPTIMIZER = ("sharded_optimizer",)
 TRAINERS = ("build_trainer", "build_zero1_trainer", "build_fsdp_trainer")
+REPLICATED = (*REPLICAS, "build_trainer", "build_zero1_trainer")
 NARROW = ("narrow",)
 TWO_DTYPES, MIXED = "two-dtypes", "mixed"
 STEPPED = ("stack", "even", "mlp", "ragged", "tied", "conv", "strided", "gapped", TWO_DTYPES, MIXED)
@@ -80,38 +81,43 @@ AXES: Mapping[str, Mapping[str, Word]] = {
         "tied": toy("tied", refusable=WHOLE + SHARDS),
         **{n: toy(n, refusable=WHOLE, sizes=(1, 2, 3)) for n in ("reused", "reordered")},
         "branches": toy("branches", refusable=WHOLE),
-        "branches-in-turn": toy("branches", ("abc", "ba"), refusable=REPLICAS + WHOLE + SHARDS),
+        "branches-in-turn": toy("branches", ("abc", "ba"), refusable=MODELS + TRAINERS),
         "branches-by-rank": toy(
-            "branches",
-            ("abc", "ba"),
+            *("branches", ("abc", "ba")),
             by_rank=True,
             level="production",
-            refusable=REPLICAS + WHOLE + SHARDS,
+            refusable=MODELS + TRAINERS,
         ),
         # Ranks use branches in other orders, or other branches.
-        "branches-in-any-order": toy(
-            "branches", ("abc", "cab", "bca", "acb"), by_rank=True, of=REPLICAS, is_drawn=False
+        **{
+            name: toy("branches", use, by_rank=True, of=of, refusable=may, is_drawn=False)
+            for name, use, of, may in (
+                ("branches-in-any-order", ("abc", "cab", "bca", "acb"), REPLICATED, TRAINERS),
+                ("branches-apart", ("b", "c", "a"), REPLICAS, REPLICAS),
+                ("branches-one-each", ("ab", "ac"), REPLICATED, REPLICATED),
+            )
+        },
+        "branches-later": toy(
+            "branches", ("ab", "abc"), refusable=TRAINERS, of=TRAINERS, is_drawn=False
         ),
-        "branches-apart": toy(
-            "branches",
-            ("b", "c", "a"),
-            by_rank=True,
-            refusable=REPLICAS,
-            of=REPLICAS,
-            is_drawn=False,
-        ),
-        "unused": toy("unused", refusable=REPLICAS + WHOLE + SHARDS),
+        "unused": toy("unused", refusable=MODELS + TRAINERS),
+        "frozen": toy("frozen", of=TRAINERS, is_drawn=False),
+        "normalised": toy("buffers", refusable=TRAINERS, of=TRAINERS, is_drawn=False),
         "conv": toy("conv", refusable=WHOLE + SHARDS + TRAINERS),
         "strided": toy("strided", refusable=WHOLE + SHARDS + TRAINERS),
         "narrow": toy("narrow", refusable=WHOLE),
         # Of float32 and float64 in one unit; large numbers, which float32 would round.
         TWO_DTYPES: toy("double", refusable=WHOLE + SHARDS + OPTIMIZER),
         MIXED: toy("mixed", of=REPLICAS + OPTIMIZER, refusable=OPTIMIZER),
-        "shifted": toy("shifted", of=REPLICAS),
+        "shifted": toy("shifted", of=REPLICAS + TRAINERS),
         "gapped": toy("gapped", level="production", of=REPLICAS + OPTIMIZER),
     },
     # Replicas start from the first rank's weights, whatever the others have.
-    "seeds": {"one-seed": Word(0), "seed-by-rank": Word(1)},
+    "seeds": {
+        "one-seed": Word(0),
+        "seed-by-rank": Word(1, of=REPLICAS),
+        "own-seeds": Word(1, of=TRAINERS, is_drawn=False),
+    },
     # Listed: every two children are one unit.
     "units": dict.fromkeys(("children", "layers", "nested", "root"), Word())
     | {"listed": Word(level="production", toys=ALL_USED)},
@@ -127,6 +133,7 @@ AXES: Mapping[str, Mapping[str, Word]] = {
         "apart": Word(([0, 2], [1]), sizes=(3,)),
         "every-second": Word(([0, 2], [1, 3]), sizes=(4,)),
         "not-from-zero": Word(([1, 2], [0], [3]), sizes=(4,), is_drawn=False),
+        "last-two": Word(([0], [1, 2]), sizes=(3,), is_drawn=False),
         "rows": Word(([0, 1], [2, 3]), sizes=(4,), of=SHARDS, is_drawn=False),  # of a mesh of two
     },
     "reshard": {
@@ -176,6 +183,7 @@ AXES: Mapping[str, Mapping[str, Word]] = {
         "not-the-first": Word((0,), refusable=WHOLE, is_drawn=False),
         "not-the-ends": Word((0, -1), refusable=WHOLE),
         "not-the-middle": Word((1, 2), refusable=WHOLE),
+        "not-the-second": Word((2, 3), of=TRAINERS, is_drawn=False),  # layer of "mlp"
     },
     # `ignored_params`: they stay plain, and each rank trains its own by its own gradient.
     "ignored": {
@@ -224,6 +232,9 @@ AXES: Mapping[str, Mapping[str, Word]] = {
             (torch.optim.Adafactor, {"lr": 0.5}), refusable=OPTIMIZER, is_drawn=False
         ),
         "as-is": Word((AsIs, {"lr": 2.0**-6}), is_drawn=False),
+        # Of trainers, see `one_trainer.OPTIMIZERS`.
+        "slow": Word(of=TRAINERS, is_drawn=False),
+        "lasting": Word(of=TRAINERS, is_drawn=False),
     },
     "groups": {
         "one-group": Word(lambda held: [{"params": held}]),
@@ -234,7 +245,8 @@ AXES: Mapping[str, Mapping[str, Word]] = {
         "first-two": Word(lambda held: [{"params": held[:2]}], is_drawn=False),
     },
     # Of a step of a trainer, whose gradient's norm may be bounded.
-    "micro-batches": {"of-one": Word(1), "of-two": Word(2), "of-three": Word(3)},
+    "micro-batches": {"of-one": Word(1), "of-two": Word(2), "of-three": Word(3)}
+    | {"of-four": Word(4, is_drawn=False)},
     "clipping": {"unclipped": Word(), "clipped": Word(0.5), "hardly-clipped": Word(8.0)},
     "bucket": {
         "small": Word(32 * 4 / 2**20),
@@ -261,7 +273,8 @@ AXES_OF: Mapping[str, tuple[str, ...]] = {
     ),
     "sharded_optimizer": ("toy", "moments", "groups", "trained", "weights", "group"),
     **dict.fromkeys(
-        TRAINERS, ("toy", "moments", "groups", "trained", "group", "micro-batches", "clipping")
+        TRAINERS,
+        ("toy", "moments", "groups", "trained", "group", "micro-batches", "clipping", "seeds"),
     ),
 }
 """The axes of each function of the contract."""
@@ -346,7 +359,7 @@ class Scene:
             axes.discard("bucket")
         if any(subject not in (word.of or (subject,)) for word in self.said()):
             return False
-        if subject in OPTIMIZER + TRAINERS and not self._is_stepped():
+        if subject in OPTIMIZER and not self._is_stepped():
             return False
         if subject in TRAINERS and not self._is_trained():
             return False
@@ -362,7 +375,7 @@ class Scene:
 
     def _meets(self, subject: str) -> bool:
         """Whether ranks that use other branches gather and reduce the same."""
-        return subject in REPLICAS or (subject in SHARDS and self.word("units") == "root")
+        return subject in REPLICATED or (subject in SHARDS and self.word("units") == "root")
 
     def peers(self, size: int, rank: int) -> tuple[int, ...]:
         """Return the ranks of so many that a rank trains with, itself among them."""
@@ -384,9 +397,9 @@ class Scene:
 
     def _is_trained(self) -> bool:
         """Whether an update follows its gradient smoothly, so that rounding stays rounding."""
-        smooth = self.word("moments") in ("sgd", "momentum", "adamw")
+        smooth = self.word("moments") in ("sgd", "momentum", "adamw", "slow", "lasting")
         grouped = self.word("groups") in ("one-group", "two-groups")
-        return smooth and grouped and self.word("toy") != TWO_DTYPES
+        return smooth and grouped and self.word("toy") not in (TWO_DTYPES, MIXED)
 
     def _goes_together(self) -> bool:
         if self.frozen() is None:
@@ -426,25 +439,3 @@ class Scene:
 
     def __str__(self) -> str:
         return " ".join(w for w, usual in zip(self.words, _ORDINARY, strict=True) if w != usual)
-
-
-def pairs(subject: str, size: int, level: str) -> dict[frozenset[str], None]:
-    """Return every two words of two axes of a function that can meet, in a stable order."""
-    words = {
-        axis: [word for word, meant in AXES[axis].items() if meant.is_drawn_at(level)]
-        for axis in AXES_OF[subject]
-    }
-    found: dict[frozenset[str], None] = {}
-    for one, other in itertools.combinations(words, 2):
-        for pair in itertools.product(words[one], words[other]):
-            if any(row.exists(subject, size) for row in _completions(pair)):
-                found[frozenset(pair)] = None
-    return found
-
-
-def _completions(words: Sequence[str]) -> Iterator[Scene]:
-    """Yield the scene of these words alone, and with each toy where they name none."""
-    text = " ".join(words)
-    yield Scene.of(text)
-    if not any(AXIS_OF[word] == "toy" for word in words):
-        yield from (Scene.of(f"{text} {name}") for name in AXES["toy"])

@@ -1,64 +1,64 @@
-"""A trainer's way through a program: one class for the oracle and for a rank.
+"""A trainer's way through a program, on a rank and in one process.
 
 A trainer owns its loop, so a program has its methods as calls and no backward of its own. Both
-sides follow them around a `Session` of `laws.task`: one process that gets the micro-batches of all
-ranks is the oracle.
+sides follow it as a `Run`: around the implementation's trainer, which gets this rank's
+micro-batches, and around `OneProcess`, which gets those of all ranks, and is the oracle. Everything
+is float32: real libraries keep float32 weights whatever they are given.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from spec_tests.programs.alone import flags_of
 from spec_tests.programs.calls import Program
-from spec_tests.programs.laws import task
+from spec_tests.programs.one_trainer import (
+    FAULTS,
+    SAMPLES,
+    SEED,
+    MakeOptimizer,
+    OneProcess,
+    loss,
+    module_of,
+)
 from spec_tests.programs.planted import PlantedError
 from spec_tests.programs.scene import Scene
 from spec_tests.rig import judge
 from spec_tests.rig.judge.oracle import Named, once
 from spec_tests.rig.judge.symptoms import Hint
+from spec_tests.rig.judge.tolerance import Tolerance, rounding
 from spec_tests.rig.ranks.rank import Context
+from spec_tests.rig.toys import TOYS
+
+_PREFIX = re.compile(r"^((module|_orig_mod)\.)+")  # of DistributedDataParallel, of torch.compile
 
 Shown = list[tuple[str, Named]]
 
 
-def setup_of(scene: Scene) -> task.Setup:
-    """Return model, optimizer and options of a trainer."""
-    return task.Setup(
-        toy=scene["toy"][0],
-        optimizer=scene.word("moments"),
-        accumulation=scene["micro-batches"],
-        max_norm=scene["clipping"],
-        splits=scene.word("groups") == "two-groups",
-    )
-
-
-def module_of(scene: Scene) -> nn.Module:
-    """Return the model, with what the scene freezes."""
-    module = setup_of(scene).module()
-    parameters = list(module.parameters())
-    for number in scene["trained"]:
-        parameters[number].requires_grad_(False)
-    return module
-
-
-class Trained:
-    """A trainer, here that of one process, which is the oracle of one rank.
+class Run:
+    """A trainer and the calls of a program, here the oracle's.
 
     Args:
-        session: around the trainer.
+        module: that the trainer was built around.
+        ranks: whose micro-batches it gets.
         rank: whose evaluations are shown.
+        folder: where it saves; the same on all ranks of a group, and empty.
     """
 
-    def __init__(self, session: task.Session, rank: int) -> None:
-        self.session, self.rank = session, rank
-        self.saves = 0
-        self.saved: Any = None
+    device: torch.device | str = "cpu"
+    folder = ""
+
+    def __init__(
+        self, trainer: Any, scene: Scene, module: nn.Module, ranks: Sequence[int], rank: int
+    ) -> None:
+        self.trainer, self.scene, self.module = trainer, scene, module
+        self.ranks, self.rank, self.saves = ranks, rank, 0
 
     def follow(self, program: Program) -> Shown:
         """Return the weights after each call that may change them, and losses."""
@@ -69,100 +69,186 @@ class Trained:
                 seen.append((" ".join((name, *words)), found))
         return seen
 
-    def train(self, micro: str) -> Named:
-        self.session.trainer.step(self.session.micro_batches(int(micro)))
-        return self.session.weights()
+    def batch(self, rank: int, step: int, micro: int = 0) -> dict[str, Any]:
+        """Return inputs that belong to one rank, step and micro-batch and to no other."""
+        generator = torch.Generator().manual_seed(SEED + 101 * rank + 10_007 * step + micro)
+        # Micro-batches of unequal size of gradient: who clips or weighs each alone is seen.
+        # Some toys take the first column as the number of a row, below five.
+        x = ((1.0 + micro) * torch.randn(SAMPLES, 6, generator=generator)).clamp(-4, 4)
+        return {"x": x.to(self.device), "flags": flags_of(self.scene, rank, str(micro))}
+
+    def batches(self, step: int, number: int | None = None) -> list[dict[str, Any]]:
+        """Return those of one step, rank by rank; `number` of each where that is not as usual."""
+        numbers = range(number or self.scene["micro-batches"])
+        return [self.batch(rank, step, micro) for rank in self.ranks for micro in numbers]
+
+    def method(self, name: str) -> Any:
+        """Return an optional method; where it is absent the clause is not judged."""
+        found = getattr(self.trainer, name, None)
+        if found is None:
+            raise NotImplementedError(f"the trainer has no {name}()")
+        return found
+
+    def weights(self) -> Named:
+        """Return copies of the weights by the plain model's names.
+
+        A wrapper's own prefix does not count: `trainer.parameters.whole-by-plain-names` judges it.
+        A tied weight has one name here, and may be given under both.
+        """
+        found = {_PREFIX.sub("", n): t for n, t in self.trainer.full_parameters().items()}
+        plain = TOYS[self.scene["toy"][0]].model()
+        aliases = {name for name, _ in plain.named_parameters(remove_duplicate=False)}
+        aliases -= {name for name, _ in plain.named_parameters()}
+        return {n: t.detach().cpu().clone() for n, t in found.items() if n not in aliases}
+
+    # --- the calls
+
+    def train(self, micro: str, number: str = "") -> Named:
+        self.trainer.step(self.batches(int(micro), int(number or 0)))
+        return self.weights()
+
+    train_of = train
 
     def evaluate(self, micro: str) -> Named:
-        evaluate = task.method(self.session.trainer, "evaluate")
-        found = evaluate(self.session.batch(self.rank, int(micro)))
+        found = self.method("evaluate")(self.batch(self.rank, int(micro)))
         return {"loss": torch.as_tensor(found).detach().cpu().clone()}
 
+    def read(self) -> Named:
+        return self.weights()
+
     def rate(self, factor: str) -> None:
-        task.method(self.session.trainer, "set_lr")(float(factor))
+        self.method("set_lr")(float(factor))
 
-    def save(self) -> None:
-        optimizer = self.session.trainer.optimizer.state_dict()
-        self.saved = task.copied((self.session.weights(), optimizer))
+    def freeze(self, number: str, requires_grad: bool = False) -> None:
+        names = [name for name, _ in module_of(self.scene).named_parameters()]
+        held = {_PREFIX.sub("", name): p for name, p in self.module.named_parameters()}
+        if names[int(number)] not in held:
+            raise NotImplementedError("the module's parameters have other names: nothing to thaw")
+        held[names[int(number)]].requires_grad_(requires_grad)
 
-    @torch.no_grad()
-    def load(self, assigns: str) -> Named:
-        weights, optimizer = task.copied(self.saved)
-        for name, parameter in self.session.module.named_parameters():
-            parameter.copy_(weights[name])
-        self.session.trainer.optimizer.load_state_dict(optimizer)
-        return self._loaded()
-
-    def _loaded(self) -> Named:
-        """Return the weights; it is open which rate a load leaves, so it is set."""
-        if hasattr(self.session.trainer, "set_lr"):
-            self.session.trainer.set_lr(1.0)
-        return self.session.weights()
-
-    def nothing(self, *words: str) -> None:
-        """Of the oracle nothing is seen."""
-
-    fails = another_steps = another_lives = nothing
-
-
-class OnRanks(Trained):
-    """The same around the implementation's trainer, on a rank.
-
-    Args:
-        folder: the same on all ranks, and empty.
-    """
-
-    def __init__(self, ctx: Context, subject: str, scene: Scene, folder: str) -> None:
-        self.ctx, self.subject, self.scene = ctx, subject, scene
-        group = ctx.split(scene["group"]) if scene["group"] else None
-        self.folder = f"{folder}/{scene.peers(ctx.world_size, ctx.rank)[0]}"
-        found = task.session(
-            ctx, subject, setup_of(scene), group=group, loss=_loss, module=module_of(scene)
-        )
-        super().__init__(found, ctx.rank)
+    def thaw(self, number: str) -> None:
+        self.freeze(number, True)
 
     def save(self) -> None:
         self.saves += 1
-        task.method(self.session.trainer, "save")(f"{self.folder}/{self.saves}")
+        self.method("save")(f"{self.folder}/{self.saves}")
 
     def load(self, assigns: str) -> Named:
-        task.method(self.session.trainer, "load")(f"{self.folder}/{self.saves}")
-        return self._loaded()
+        """Load, and set the rate: it is open which one a load leaves."""
+        self.method("load")(f"{self.folder}/{self.saves}")
+        if hasattr(self.trainer, "set_lr"):
+            self.trainer.set_lr(1.0)
+        return self.weights()
 
-    def fails(self, *words: str) -> None:
+    def fails(self, *words: Any) -> Named:
+        """One exception of the caller comes out."""
+        return {"exceptions": torch.tensor(0.0 if self.trainer.fault == "swallows" else 1.0)}
+
+    fails_backward = fails_evaluating = fails
+
+    def nothing(self, *words: Any) -> None:
+        """Of the oracle nothing is seen."""
+
+    late = another_steps = another_lives = nothing
+
+
+class OnRank(Run):
+    """The same around the implementation's trainer, on a rank.
+
+    Args:
+        scene: or its words.
+        module: in place of the scene's.
+        plus: gives other weights than those of the scene.
+        options: of the trainer.
+    """
+
+    def __init__(
+        self,
+        ctx: Context,
+        subject: str,
+        scene: Scene | str,
+        folder: str = "",
+        *,
+        module: nn.Module | None = None,
+        plus: int = 0,
+        **options: Any,
+    ) -> None:
+        scene = Scene.of(scene) if isinstance(scene, str) else scene
+        self.ctx, self.subject, self.device = ctx, subject, ctx.device
+        group = ctx.split(scene["group"]) if scene["group"] else None
+        self.folder = f"{folder}/{scene.peers(ctx.world_size, ctx.rank)[0]}"
+        plus += ctx.rank * scene["seeds"]
+        module = (module_of(scene, plus=plus) if module is None else module).to(ctx.device)
+        given = {"accumulation": scene["micro-batches"], "max_norm": scene["clipping"]}
+        given |= {"process_group": group, "dtype": torch.float32} | options
+        make = MakeOptimizer.of(scene)
+        trainer = getattr(ctx.impl, subject)(module, make, loss=loss, **given)
+        super().__init__(trainer, scene, module, [ctx.rank], ctx.rank)
+        if scene["seeds"] and self.declares.get("start") == "own":
+            raise NotImplementedError('declares["start"] is "own": the caller seeds all alike')
+
+    @property
+    def declares(self) -> dict[str, Any]:
+        """What the trainer says of itself."""
+        return dict(getattr(self.trainer, "declares", {}))
+
+    def fails(self, micro: str, layer: str, where: str = "forward") -> Named:
         """A step in which a micro-batch raises on all ranks, after its forward."""
-        micro, layer = words
-        batches = self.session.micro_batches(int(micro))
+        batches = self.batches(int(micro))
         number = {"first": 0, "middle": len(batches) // 2, "last": -1}[layer]
-        batches[number] = {**batches[number], "raises": True}
-        with contextlib.suppress(PlantedError):
-            self.session.trainer.step(batches)
+        batches[number] |= {"raises_in": where}
+        return self._interrupted(lambda: self.trainer.step(batches))
 
-    def another_steps(self, *words: str) -> None:
+    def fails_backward(self, micro: str, layer: str) -> Named:
+        """The same in its backward."""
+        return self.fails(micro, layer, "backward")
+
+    def fails_evaluating(self, micro: str) -> Named:
+        """An evaluation that raises."""
+        evaluate, batch = self.method("evaluate"), self.batch(self.rank, int(micro))
+        return self._interrupted(lambda: evaluate(batch | {"raises_in": "forward"}))
+
+    def _interrupted(self, call: Callable[[], Any]) -> Named:
+        """Count the caller's exceptions that come out; one may be wrapped in another."""
+        came = 0
+        try:
+            call()
+        except Exception as error:
+            came = int(any(isinstance(each, PlantedError) for each in _chain(error)))
+            if not came:
+                raise
+        return {"exceptions": torch.tensor(float(came))}
+
+    def late(self, rank: str) -> None:
+        """This rank comes late to the next call."""
+        if self.rank == int(rank):
+            self.ctx.be_late(0.05)
+
+    def another_steps(self, rank: str) -> None:
         """A model of its own is trained by one rank alone."""
-        if self.ctx.rank == int(words[0]):
+        if self.rank == int(rank):
             probe = nn.Linear(2, 2)
             probe(torch.ones(1, 2)).sum().backward()
             torch.optim.SGD(probe.parameters(), lr=0.5).step()
 
     def another_lives(self, *words: str) -> None:
         """Another trainer is built, takes a step and is dropped."""
-        OnRanks(self.ctx, self.subject, Scene.of("even adamw"), self.folder).train("3")
+        OnRank(self.ctx, self.subject, "even adamw", self.folder).train("3")
 
 
-def _loss(model: nn.Module, batch: Any) -> torch.Tensor:
-    found = task.loss(model, batch)
-    if "raises" in batch:
-        raise PlantedError
-    return found
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an exception and those that it wraps."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 def follow(
-    ctx: Context, subject: str, scene: Scene, program: Program, folder: str
+    ctx: Context, subject: str, scene: Scene, program: Program, folder: str = "", **options: Any
 ) -> dict[str, Any]:
     """Return what each call shows, and what the trainer declares (rank body)."""
-    rank = OnRanks(ctx, subject, scene, folder)
-    return {"seen": rank.follow(program), "declares": task.declared(rank.session.trainer)}
+    rank = OnRank(ctx, subject, scene, folder, **options)
+    return {"seen": rank.follow(program), "declares": rank.declares}
 
 
 def alone(
@@ -170,9 +256,14 @@ def alone(
 ) -> Shown:
     """Return what a rank should see."""
     peers = scene.peers(size, rank)
-    setup, module = setup_of(scene), module_of(scene)
-    trainer = task.OneProcess(setup, module, len(peers), declares, fault)
-    return Trained(task.Session(trainer, setup, peers, module), rank).follow(program)
+    trainer = OneProcess(scene, len(peers), peers.index(rank), declares, fault)
+    return Run(trainer, scene, trainer.module, peers, rank).follow(program)
+
+
+def within(scene: Scene, steps: int) -> Tolerance:
+    """Two right orders of every sum, in so many steps, each four sums deep."""
+    terms = SAMPLES * 8 * scene["micro-batches"]
+    return rounding(torch.float32, terms=terms, depth=4 * max(steps, 1))
 
 
 def judge_trained(
@@ -186,7 +277,7 @@ def judge_trained(
         def compute() -> list[Shown]:
             return [alone(scene, program, size, rank, declares, fault) for rank in range(size)]
 
-        return once(("trained", given, size, str(declares), fault), compute)
+        return once(("trained", str(scene), program, size, str(declares), fault), compute)
 
     def at(number: int, fault: str = "") -> list[Named]:
         return [rank[number][1] for rank in world(fault)]
@@ -198,9 +289,7 @@ def judge_trained(
             [rank["seen"][number][1] for rank in ranks],
             at(number),
             quantity=f"value of one process at call {number + 1}, {call}",
-            within=task.within(setup_of(scene), steps),
-            hints=[
-                Hint(meaning, partial(at, number, fault)) for fault, meaning in task.FAULTS.items()
-            ],
+            within=within(scene, steps),
+            hints=[Hint(meaning, partial(at, number, fault)) for fault, meaning in FAULTS.items()],
             given=given,
         )

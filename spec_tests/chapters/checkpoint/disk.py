@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -42,6 +43,20 @@ def in_folder(world: World, body: Callable[..., Any], *args: Any, **kwargs: Any)
         return world.run(body, directory, *args, **kwargs)
 
 
+Contents = dict[str, tuple[int, ...]]
+
+
+def contents(directory: str | Path) -> Contents:
+    """Every file below a folder with what tells its content from another."""
+    found: Contents = {}
+    for path in sorted(Path(directory).rglob("*")):
+        if path.is_file() and not path.is_symlink():
+            facts = path.stat()
+            file = str(path.relative_to(directory))
+            found[file] = (facts.st_ino, facts.st_size, facts.st_mtime_ns)
+    return found
+
+
 class CrashImages:
     """Copies of a folder as a process killed at that moment would leave it.
 
@@ -53,12 +68,12 @@ class CrashImages:
     def __init__(self, watched: str, into: str) -> None:
         self.watched, self.into = Path(watched), Path(into)
         self.images: list[tuple[str, str]] = []
-        self._known: dict[Path, tuple[int, ...]] = {}
+        self._known: Contents = {}
         self._is_copying = False
 
     def __enter__(self) -> CrashImages:
         self.into.mkdir(parents=True)
-        self._known = self._listing()
+        self._known = contents(self.watched)
         time.sleep(0.01)  # file times have the grain of a clock tick
         _WATCHERS.append(self)
         _install_hook()
@@ -91,7 +106,7 @@ class CrashImages:
         return path.is_relative_to(self.watched.resolve())
 
     def _take(self, where: str) -> None:
-        listing = self._listing()
+        listing = contents(self.watched)
         inodes = {entry[0] for entry in self._known.values()}
         written = [
             path
@@ -102,39 +117,28 @@ class CrashImages:
         self._known = listing
         self._copy(where, None)
         for path in written:
-            self._copy(f"{where}, {path.name} half written", path)
+            self._copy(f"{where}, {Path(path).name} half written", path)
 
-    def _copy(self, where: str, half: Path | None) -> None:
+    def _copy(self, where: str, half: str | None) -> None:
         image = self.into / str(len(self.images))
         shutil.copytree(self.watched, image, symlinks=True)
         if half is not None:
-            os.truncate(image / half.relative_to(self.watched), half.stat().st_size // 2)
+            os.truncate(image / half, (image / half).stat().st_size // 2)
         self.images.append((where, str(image)))
-
-    def _listing(self) -> dict[Path, tuple[int, ...]]:
-        found: dict[Path, tuple[int, ...]] = {}
-        for path in self.watched.rglob("*"):
-            if path.is_file() and not path.is_symlink():
-                facts = path.stat()
-                found[path] = (facts.st_ino, facts.st_size, facts.st_mtime_ns)
-        return found
 
 
 _WATCHERS: list[CrashImages] = []
-_HOOKS: list[bool] = []
 
 
+@cache
 def _install_hook() -> None:
     # An audit hook cannot be taken out again; without watchers it does nothing.
-    if not _HOOKS:
-        _HOOKS.append(True)
-        sys.addaudithook(_on_event)
+    sys.addaudithook(_on_event)
 
 
 def _on_event(event: str, arguments: tuple[Any, ...]) -> None:
-    if _WATCHERS:
-        for watcher in tuple(_WATCHERS):
-            watcher.saw(event, arguments)
+    for watcher in tuple(_WATCHERS):
+        watcher.saw(event, arguments)
 
 
 @contextlib.contextmanager
@@ -157,35 +161,6 @@ def full_disk(*, after_bytes: int | None) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def contents(directory: str) -> dict[str, tuple[int, ...]]:
-    """Every file below a folder with what tells its content from another."""
-    root = Path(directory)
-    return {
-        str(path.relative_to(root)): (path.stat().st_ino, path.stat().st_mtime_ns)
-        for path in sorted(root.rglob("*"))
-        if path.is_file() and not path.is_symlink()
-    }
-
-
-def damaged(directory: str, file: str, how: str, into: str) -> str:
-    """A copy of a folder in which one file is "cut" in half, "emptied", "removed" or "flipped".
-
-    Of "flipped at 0.5" one bit is, in the middle; much of a file may be padding.
-    """
-    shutil.copytree(directory, into, symlinks=True)
-    path = Path(into) / file
-    if how == "removed":
-        path.unlink()
-    elif how.startswith("flipped"):
-        data = bytearray(path.read_bytes())
-        if data:  # an empty file has no bit, and may be a mark
-            data[int(len(data) * float(how.split()[-1]))] ^= 0x10
-        path.write_bytes(data)
-    else:
-        os.truncate(path, path.stat().st_size // 2 if how == "cut" else 0)
-    return into
-
-
 class Trap:
     """An object whose unpickling writes a file: code that came out of a checkpoint has run."""
 
@@ -196,17 +171,26 @@ class Trap:
         return (os.mkdir, (self.witness,))
 
 
-def trapped(directory: str, file: str, witness: str, into: str, *, archive: bool) -> str:
-    """A copy of a folder in which one file is a pickle that would create `witness`.
+def damaged(directory: str, file: str, how: str, into: str) -> str:
+    """A copy of a folder in which one file is "cut" in half, "emptied", "removed" or "flipped".
 
-    Args:
-        archive: in torch.save's form, else a bare pickle that has the size of the original.
+    Of "flipped at 0.5" one bit is, in the middle; much of a file may be padding. A "pickle W" or an
+    "archive W", in torch.save's form, would create the file W if it were unpickled.
     """
     shutil.copytree(directory, into, symlinks=True)
-    path = Path(into) / file
-    if archive:
+    path, words = Path(into) / file, how.split()
+    kind, last, data = words[0], words[-1], bytearray(path.read_bytes())
+    if kind == "removed":
+        path.unlink()
+    elif kind == "archive":
         with path.open("wb") as stream:  # by its name torch would refuse a hidden file
-            torch.save({"state": Trap(witness)}, stream)
+            torch.save({"state": Trap(last)}, stream)
+    elif kind == "pickle":
+        path.write_bytes(pickle.dumps(Trap(last), protocol=2).ljust(len(data), b"\0"))
+    elif kind == "flipped":
+        if data:  # an empty file has no bit, and may be a mark
+            data[int(len(data) * float(last))] ^= 0x10
+        path.write_bytes(data)
     else:
-        path.write_bytes(pickle.dumps(Trap(witness), protocol=2).ljust(path.stat().st_size, b"\0"))
+        os.truncate(path, len(data) // 2 if kind == "cut" else 0)
     return into

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from spec_tests.chapters.checkpoint.disk import contents, in_folder, trapped
+from spec_tests.chapters.checkpoint.disk import contents, damaged, in_folder
 from spec_tests.chapters.checkpoint.trainee import Trainee
 from spec_tests.programs.laws import durability, refusal
 from spec_tests.rig import judge
@@ -54,16 +54,49 @@ def test_the_highest_step_is_loaded(world, order):
         durability.one_of([reading], saved, likely=likely)
 
 
-def with_strangers(ctx, directory):
-    """A save among files and folders of other people."""
+def strangers(directory, fresh):
+    """Files and folders of other people."""
+    Path(directory, "lost+found").mkdir()
+    Path(directory, "plots", "step-99999999").mkdir(parents=True)
+    Path(directory, "notes.txt").write_text("step 2 looked odd\n")
+
+
+def names_alike(directory, fresh):
+    """Copies of files and folders that somebody named in words."""
+    for path in list(Path(directory).iterdir()):
+        other = path.with_name(re.sub("[0-9]+", "good", path.name))
+        if not other.exists():
+            (shutil.copytree if path.is_dir() else shutil.copy)(path, other)
+
+
+def backup(directory, fresh):
+    """A word is added to the newer save's name."""
+    for path in fresh:
+        path.rename(path.with_name(f"{path.stem}-backup{path.suffix}"))
+
+
+def after_meddling(ctx, directory, meddling):
+    """Of two saves, what loads after somebody changed the folder; and whether the newer is new."""
     trainee = Trainee.saved(ctx, directory)
-    if ctx.rank == 0:
-        Path(directory, "lost+found").mkdir()
-        Path(directory, "plots", "step-99999999").mkdir(parents=True)
-        Path(directory, "notes.txt").write_text("step 2 looked odd\n")
+    older, before = trainee.state(), set(Path(directory).iterdir())
     ctx.barrier()
-    reading = Trainee(ctx, seed=8).read(directory, "with foreign files beside it")
-    return trainee.state(), reading
+    trainee.train()
+    trainee.save(directory, step=2)
+    ctx.barrier()
+    fresh = set(Path(directory).iterdir()) - before
+    ctx.barrier()
+    if ctx.rank == 0:
+        meddling(directory, fresh)
+    ctx.barrier()
+    reading = Trainee(ctx, seed=8).read(directory, f"after {meddling.__name__}")
+    return {"older": older, "newer": trainee.state(), "fresh": bool(fresh), "reading": reading}
+
+
+def newest_loads(world, meddling):
+    """The newer save loads, whatever somebody put beside it."""
+    __tracebackhide__ = True
+    for rank in in_folder(world, after_meddling, meddling):
+        durability.one_of([rank["reading"]], {"the newer save": (2, rank["newer"])})
 
 
 @clause(
@@ -72,10 +105,7 @@ def with_strangers(ctx, directory):
 )
 def test_foreign_files_are_no_checkpoints(world):
     """Foreign files and folders beside the saves MUST not keep the newest one from loading."""
-    ranks = in_folder(world, with_strangers)
-
-    for saved, reading in ranks:
-        durability.one_of([reading], {"the save": (1, saved)})
+    newest_loads(world, strangers)
 
 
 def without_any(ctx, directory, exists):
@@ -101,18 +131,6 @@ def test_without_a_checkpoint_nothing_is_loaded(world, exists):
         judge.holds(not changed, f"expected nothing to change, got changes in {changed[:3]}")
 
 
-def with_names_alike(ctx, directory):
-    """A save beside copies of its files and folders that somebody named in words."""
-    trainee = Trainee.saved(ctx, directory)
-    if ctx.rank == 0:
-        for path in list(Path(directory).iterdir()):
-            other = path.with_name(re.sub("[0-9]+", "good", path.name))
-            if not other.exists():
-                (shutil.copytree if path.is_dir() else shutil.copy)(path, other)
-    ctx.barrier()
-    return trainee.state(), Trainee(ctx, seed=8).read(directory, "with names alike beside it")
-
-
 @clause(
     "checkpoint.choice.names-alike",
     level="production",
@@ -120,27 +138,7 @@ def with_names_alike(ctx, directory):
 )
 def test_a_copy_that_is_named_in_words_is_no_checkpoint(world):
     """Names like those of the saves, with a word for the number, MUST NOT confuse a load."""
-    ranks = in_folder(world, with_names_alike)
-
-    for saved, reading in ranks:
-        durability.one_of([reading], {"the save": (1, saved)})
-
-
-def with_a_backup(ctx, directory):
-    """Of two saves, what loads when somebody added a word to the newer one's name."""
-    trainee = Trainee.saved(ctx, directory)
-    older, before = trainee.state(), set(Path(directory).iterdir())
-    ctx.barrier()
-    trainee.train()
-    trainee.save(directory, step=2)
-    ctx.barrier()
-    renamed = set(Path(directory).iterdir()) - before
-    ctx.barrier()
-    for path in renamed if ctx.rank == 0 else ():
-        path.rename(path.with_name(f"{path.stem}-backup{path.suffix}"))
-    ctx.barrier()
-    reading = Trainee(ctx, seed=8).read(directory, "with the newer save as a backup")
-    return older, trainee.state(), bool(renamed), reading
+    newest_loads(world, names_alike)
 
 
 @clause(
@@ -150,14 +148,11 @@ def with_a_backup(ctx, directory):
 )
 def test_a_save_that_was_put_aside_is_no_checkpoint(world):
     """A save to whose name a word was added MUST NOT be loaded; an error is right as well."""
-    for older, newer, is_renamed, reading in in_folder(world, with_a_backup):
-        saved = {"the older save": (1, older)} if is_renamed else {"the newer save": (2, newer)}
-        durability.one_of(
-            [reading],
-            saved,
-            may_refuse=True,
-            likely="a name counts that only begins like a checkpoint's",
-        )
+    likely = "a name counts that only begins like a checkpoint's"
+    for rank in in_folder(world, after_meddling, backup):
+        which, step = ("older", 1) if rank["fresh"] else ("newer", 2)
+        saved = {f"the {which} save": (step, rank[which])}
+        durability.one_of([rank["reading"]], saved, may_refuse=True, likely=likely)
 
 
 CHANGES = {
@@ -199,8 +194,11 @@ def test_a_model_that_fits_on_some_ranks_alone_is_an_error_on_all(world):
     refusal.on_all_ranks(errors, given="the last rank's model is wider")
 
 
+OTHERS = pytest.mark.parametrize("change", list(CHANGES))
+
+
 @clause("checkpoint.mismatch.raises", source="contract: no-fit")
-@pytest.mark.parametrize("change", list(CHANGES))
+@OTHERS
 def test_a_model_that_does_not_fit_is_an_error(world, change):
     """A load into a model with other names or shapes MUST raise on all ranks.
 
@@ -221,7 +219,7 @@ def test_a_model_that_does_not_fit_is_an_error(world, change):
     level="production",
     source="a load that fails half way leaves a model that nobody ever trained",
 )
-@pytest.mark.parametrize("change", list(CHANGES))
+@OTHERS
 def test_a_load_that_raises_changes_nothing(world, change):
     """A load that raises MUST leave model, optimizer, loader and generators as they were."""
     ranks = in_folder(world, into_another_model, change)
@@ -235,7 +233,7 @@ def test_a_load_that_raises_changes_nothing(world, change):
     source="torch.nn.Module.load_state_dict names the keys",
     worlds=(2,),
 )
-@pytest.mark.parametrize("change", list(CHANGES))
+@OTHERS
 def test_the_error_names_what_does_not_fit(world, change):
     """The error of a load that does not fit MUST name a tensor that is to blame."""
     ranks = in_folder(world, into_another_model, change)
@@ -254,14 +252,12 @@ def with_traps(ctx, directory):
     Trainee.saved(ctx, directory)
     ran = []
     for number, file in enumerate(contents(directory)):
-        for archive in (False, True):
-            witness = f"{directory}-witness-{number}-{archive}"
-            copy = trapped(
-                directory, file, witness, f"{directory}-{number}-{archive}", archive=archive
-            )
+        for kind in ("archive", "pickle"):
+            witness = f"{directory}-witness-{number}-{kind}"
+            copy = damaged(directory, file, f"{kind} {witness}", f"{directory}-{number}-{kind}")
             Trainee(ctx, seed=8).read(copy)
             if Path(witness).exists():
-                ran.append(f"{Path(file).name} as {'an archive' if archive else 'a pickle'}")
+                ran.append(f"{Path(file).name} as {kind}")
     return ran
 
 

@@ -26,26 +26,31 @@ clause = clauses(needs=("save_checkpoint", "load_checkpoint"), level="correct", 
 CRASH = "Lightning issues 688 and 19970, prime-rl pull request 2992; Pillai et al. 2014 (ALICE)"
 
 
-def crashed_everywhere(ctx, directory, is_same_step):
-    """What each copy of the folder, taken during a second save, loads."""
+def second_save(ctx, directory, step):
+    """A run whose second save is done, its state at the first one, and what kills would leave."""
     trainee = Trainee.saved(ctx, directory)
     older = trainee.state()
     trainee.train()
     crashes = CrashImages(directory, into=f"{directory}-images")
     with crashes:
-        trainee.save(directory, step=1 if is_same_step else 2)
-    newer = trainee.state()
-    readings = [Trainee(ctx, seed=8).read(image, where) for where, image in crashes.images]
+        trainee.save(directory, step=step)
+    return trainee, older, crashes.images
+
+
+def crashed_everywhere(ctx, directory, step):
+    """What each copy of the folder, taken during a second save, loads."""
+    trainee, older, images = second_save(ctx, directory, step)
+    readings = [Trainee(ctx, seed=8).read(image, where) for where, image in images]
     final = Trainee(ctx, seed=8).read(directory, "undisturbed")
-    return {"older": older, "newer": newer, "readings": readings, "final": final}
+    return {"older": older, "newer": trainee.state(), "readings": readings, "final": final}
 
 
-def judge_crashes(world, is_same_step):
+def judge_crashes(world, step):
     """Every image is the older save or the newer one, and the end is the newer."""
     __tracebackhide__ = True
-    (rank,) = in_folder(world, crashed_everywhere, is_same_step)
+    (rank,) = in_folder(world, crashed_everywhere, step)
 
-    newer = {"the newer save": (1 if is_same_step else 2, rank["newer"])}
+    newer = {"the newer save": (step, rank["newer"])}
     durability.one_of(
         rank["readings"], {"the older save": (1, rank["older"]), **newer}, given="a second save"
     )
@@ -55,7 +60,7 @@ def judge_crashes(world, is_same_step):
 @clause("checkpoint.crash.old-or-new", source="contract: keeps-older; " + CRASH)
 def test_a_save_killed_at_any_moment_leaves_the_older_one(world):
     """A save killed at any moment MUST leave a folder that loads the older save or the new one."""
-    judge_crashes(world, is_same_step=False)
+    judge_crashes(world, step=2)
 
 
 @clause(
@@ -70,18 +75,14 @@ def test_saving_a_step_again_never_tears(world):
     It happens after each restart from an older checkpoint. Half of the files new and half old load
     without an error.
     """
-    judge_crashes(world, is_same_step=True)
+    judge_crashes(world, step=1)
 
 
 def saved_after_a_kill(ctx, directory, step):
     """What loads where a save was killed and the same step is then saved to the end."""
-    trainee = Trainee.saved(ctx, directory)
-    trainee.train()
-    crashes = CrashImages(directory, into=f"{directory}-images")
-    with crashes:
-        trainee.save(directory, step=step)
+    trainee, _, images = second_save(ctx, directory, step)
     newer, readings = trainee.state(), []
-    for where, image in crashes.images[:: max(1, len(crashes.images) // 4)]:
+    for where, image in images[:: max(1, len(images) // 4)]:
         trainee.save(image, step=step)
         readings.append(Trainee(ctx, seed=8).read(image, f"saved again after a kill {where}"))
     return newer, readings
@@ -105,29 +106,27 @@ def said(after_bytes):
     return f"files end after {after_bytes} bytes" if after_bytes is not None else "no rename works"
 
 
+def try_to_save(trainee, directory, step):
+    """The error of a save, "" if there is none."""
+    with refusal.caught(BaseException) as caught:  # the library's own is no Exception
+        trainee.save(directory, step=step)
+    return caught["error"]
+
+
 def saved_on_full_disk(ctx, directory, after_bytes, full_ranks, step=2):
     """A second save while some ranks cannot write, and what loads after it and after a third."""
     trainee = Trainee.saved(ctx, directory)
     older = trainee.state()
     trainee.train()
-    newer = trainee.state()
+    found = {"older": older, "newer": trainee.state()}
     is_full = ctx.rank in full_ranks
     with full_disk(after_bytes=after_bytes) if is_full else contextlib.nullcontext():
-        with refusal.caught(BaseException) as caught:  # the library's own is no Exception
-            trainee.save(directory, step=step)
+        found["error"] = try_to_save(trainee, directory, step)
     ctx.barrier()
-    reading = Trainee(ctx, seed=8).read(directory, said(after_bytes))
+    found["reading"] = Trainee(ctx, seed=8).read(directory, said(after_bytes))
     trainee.save(directory, step=3)
-    third = trainee.state()
     after = Trainee(ctx, seed=8).read(directory, "saved once more, with space")
-    return {
-        "older": older,
-        "newer": newer,
-        "error": caught["error"],
-        "reading": reading,
-        "third": third,
-        "after": after,
-    }
+    return {**found, "third": trainee.state(), "after": after}
 
 
 FULL = pytest.mark.parametrize("after_bytes", [0, 5000, None], ids=["0", "5000", "no-rename"])
@@ -177,10 +176,9 @@ def saved_with_a_broken_loader(ctx, directory, error):
     older = trainee.state()
     if ctx.rank == 0:  # whose loader counts, if one is enough
         trainee.loader = Gone(ERRORS[error])
-    with refusal.caught(BaseException) as caught:  # the library's own is no Exception
-        trainee.save(directory, step=2)
+    failed = try_to_save(trainee, directory, step=2)
     ctx.barrier()
-    return caught["error"], older, Trainee(ctx, seed=8).read(directory, "after a failed save")
+    return failed, older, Trainee(ctx, seed=8).read(directory, "after a failed save")
 
 
 @clause(
@@ -282,16 +280,26 @@ def read_damaged(ctx, directory, hows):
     return {"older": older, "newer": newer, "readings": readings}
 
 
-def judge_damaged(world, hows, **law):
-    """With a file damaged in these ways, what loads is a whole state under its own step."""
+def judge_damaged(world, hows, *, is_whole=True, **law):
+    """With a file damaged in these ways, all ranks load one whole state, or none does.
+
+    Args:
+        is_whole: otherwise only the step is judged of what is loaded.
+        law: of `durability.one_of`.
+    """
     __tracebackhide__ = True
     ranks = in_folder(world, read_damaged, hows)
     for rank in ranks:
         saved = {"the older save": (1, rank["older"]), "the newer save": (2, rank["newer"])}
-        durability.one_of(rank["readings"], saved, **law)
+        if is_whole:
+            durability.one_of(rank["readings"], saved, **law)
+        for reading in rank["readings"]:
+            durability.under_its_step(reading, saved, given=reading["where"])
     for readings in zip(*(rank["readings"] for rank in ranks), strict=True):
         where = readings[0]["where"]
-        durability.all_or_none([each["error"] for each in readings], what="a load", given=where)
+        if is_whole:
+            errors = [each["error"] for each in readings]
+            durability.all_or_none(errors, what="a load", given=where)
         steps = [each["step"] for each in readings]
         judge.equal(steps, steps[0], quantity="step that was loaded", given=where)
 
@@ -323,14 +331,7 @@ def test_with_a_damaged_newest_the_older_save_is_used(world):
 )
 def test_what_is_loaded_comes_with_its_own_step(world):
     """With a bit flipped, a load of the older save MUST return its step, the same on all ranks."""
-    ranks = in_folder(world, read_damaged, ["flipped at 0.5"])
-    for readings in zip(*(rank["readings"] for rank in ranks), strict=True):
-        steps = [each["step"] for each in readings]
-        judge.equal(steps, steps[0], quantity="step that was loaded", given=readings[0]["where"])
-    for rank in ranks:
-        saved = {"the older save": (1, rank["older"]), "the newer save": (2, rank["newer"])}
-        for reading in rank["readings"]:
-            durability.under_its_step(reading, saved, given=reading["where"])
+    judge_damaged(world, ["flipped at 0.5"], is_whole=False)
 
 
 @clause(

@@ -8,7 +8,7 @@ generators, a falling learning rate and a loader, and it is stopped at every ste
 from __future__ import annotations
 
 from spec_tests.chapters.checkpoint.disk import in_folder
-from spec_tests.chapters.checkpoint.trainee import Trainee, part
+from spec_tests.chapters.checkpoint.trainee import Trainee, part, round_trip
 from spec_tests.rig import judge
 from spec_tests.rig.clause import clauses
 from spec_tests.rig.judge.symptoms import Hint
@@ -84,17 +84,6 @@ def test_a_wrapped_run_goes_on_as_if_it_had_not_stopped(world, subject):
     equal_to_the_whole(ranks, [2], f"{subject}, toy 'buffers'")
 
 
-def buffers_after_load(ctx, directory):
-    """Buffers that differ between ranks, and what is loaded in their place."""
-    trainee = Trainee(ctx, toy="buffers", wrapper="torch")
-    trainee.train(2)
-    own = part(trainee.state(), "model")
-    trainee.save(directory, step=2)
-    bare = Trainee(ctx, toy="buffers", seed=8)
-    bare.load(directory)
-    return {"own": own, "loaded": part(bare.state(), "model")}
-
-
 @clause(
     "checkpoint.resume.buffers-of-first-rank",
     source="contract: first-buffers; "
@@ -107,11 +96,12 @@ def test_where_buffers_differ_the_first_ranks_are_loaded(world):
     one rank and the variance from another. Loading each rank its own is right as well, while there
     are as many ranks; what counts is that the first rank's are the first rank's.
     """
-    ranks = in_folder(world, buffers_after_load)
+    ranks = in_folder(world, round_trip, toy="buffers", wrappers=("torch", None))
 
+    own = [part(rank["saved"], "model") for rank in ranks]
     judge.tensors(
-        [ranks[0]["loaded"]],
-        [ranks[0]["own"]],
+        [part(ranks[0]["loaded"], "model")],
+        own[:1],
         quantity="first rank's own",
-        hints=[Hint("another rank's", other["own"]) for other in ranks[1:]],
+        hints=[Hint("another rank's", other) for other in own[1:]],
     )

@@ -8,7 +8,7 @@ that the batch is multiplied by.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,8 @@ from torch.nn.functional import dropout
 from torch.nn.parallel import DistributedDataParallel
 
 from spec_tests.programs.laws import refusal
+from spec_tests.rig import judge
+from spec_tests.rig.judge.symptoms import Hint
 from spec_tests.rig.ranks.rank import Context
 from spec_tests.rig.toys import TOYS, sum_of_squares
 
@@ -35,23 +37,34 @@ class Counting(torch.optim.SGD):
         return super().step(closure)
 
 
-class Wide(Counting):
-    """Keeps numbers of float32 beside parameters of any dtype: a moment, or master weights."""
+class Remembering(torch.optim.Optimizer):
+    """Keeps one thing for each parameter, `remembered(old, gradient)`, and goes along it."""
 
+    def __init__(
+        self, params: Any, remembered: Callable[..., Any], direction: Callable[..., Any], lr: float
+    ) -> None:
+        super().__init__(params, {"lr": lr})
+        self.remembered, self.direction = remembered, direction
+
+    @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """As SGD, with a sum of all gradients in float32."""
-        for parameter in (p for group in self.param_groups for p in group["params"]):
-            if parameter.grad is not None:
+        """Of gradients that are there."""
+        for group in self.param_groups:
+            for parameter in (p for p in group["params"] if p.grad is not None):
                 state = self.state[parameter]
-                state["sum"] = state.get("sum", 1 / 3) + parameter.grad.float()
-        return super().step(closure)
+                state["kept"] = self.remembered(state.get("kept"), parameter.grad)
+                change = self.direction(state["kept"]).to(parameter.dtype)
+                parameter.add_(change, alpha=-group["lr"])
 
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": lambda groups: torch.optim.AdamW(groups, lr=1e-3),
     "sgd": lambda groups: torch.optim.SGD(groups, lr=1e-5),
     "momentum": lambda groups: torch.optim.SGD(groups, lr=1e-5, momentum=0.9),
-    "wide": lambda groups: Wide(groups, lr=1e-5),
+    # Numbers of float32 beside parameters of any dtype: a moment, or master weights.
+    "wide": lambda groups: Remembering(
+        groups, lambda old, g: (1 / 3 if old is None else old) + g.float(), lambda kept: kept, 1e-5
+    ),
     "python-count": lambda groups: Counting(groups, lr=1e-5, momentum=0.9),
     "count-alone": lambda groups: Counting(groups, lr=1e-5),
 }
@@ -94,6 +107,7 @@ class Trainee:
             bare toy, which every rank then trains on the same data.
         change: alters the model before anything is made of it.
         reverse: parameters in reverse order, in two groups.
+        loader: the class of its loader.
     """
 
     def __init__(
@@ -106,6 +120,7 @@ class Trainee:
         wrapper: str | None = None,
         change: Callable[[nn.Module], None] | None = None,
         reverse: bool = False,
+        loader: type[Stream] = Stream,
     ) -> None:
         self.ctx, self.wrapper = ctx, wrapper
         self.module = TOYS[toy].build(seed).to(ctx.device)
@@ -120,7 +135,7 @@ class Trainee:
         for group in self.optimizer.param_groups:
             group["initial_lr"] = group["lr"]
         self.model = self._wrapped()
-        self.loader = Stream(toy, 7, ctx.rank if wrapper else 0)
+        self.loader = loader(toy, 7, ctx.rank if wrapper else 0)
         self.seed_generators(1000 * seed + ctx.rank)
 
     @classmethod
@@ -253,3 +268,58 @@ def _copy(value: Any) -> torch.Tensor:
 def part(state: State, *kinds: str) -> State:
     """Those entries of a state: "model", "optimizer", "loader", "random"."""
     return {name: t for name, t in state.items() if name.partition(":")[0] in kinds}
+
+
+def round_trip(
+    ctx: Context,
+    directory: str,
+    *,
+    wrappers: tuple[str | None, str | None] = (None, None),
+    reverses: tuple[bool, bool] = (False, False),
+    loaders: tuple[type[Stream], type[Stream]] = (Stream, Stream),
+    freezes: bool = False,
+    **kind: Any,
+) -> dict[str, Any]:
+    """The state when it was saved, one step later, before loading and after; and the step.
+
+    Args:
+        wrappers, reverses, loaders: of the trainee that saves, and of the one that loads.
+        freezes: a layer that has trained is frozen when it is saved.
+        kind: of both.
+    """
+    of_first, of_second = (
+        {"wrapper": w, "reverse": r, "loader": s, **kind}
+        for w, r, s in zip(wrappers, reverses, loaders, strict=True)
+    )
+    trainee = Trainee(ctx, **of_first)
+    trainee.halve_options()
+    trainee.train(2)
+    if freezes:
+        next(iter(trainee.original.values())).requires_grad_(False)
+    trainee.save(directory, step=2)
+    found = {"saved": trainee.state()}
+    trainee.train()
+    fresh = Trainee(ctx, **of_second, seed=8)
+    found |= {"later": trainee.state(), "before": fresh.state()}
+    step = fresh.load(directory)
+    return {**found, "loaded": fresh.state(), "step": step}
+
+
+def compare(ranks: Sequence[dict[str, Any]], *kinds: str, quantity: str, given: str = "") -> None:
+    """The parts of these kinds that were loaded are those that were saved."""
+    __tracebackhide__ = True
+
+    def only(moment: str) -> list[State]:
+        return [part(rank[moment], *kinds) for rank in ranks]
+
+    moments = {
+        "before": "the value from before the load: it was not loaded, or not saved",
+        "later": "the value of one step later: the save did not copy it",
+    }
+    judge.tensors(
+        only("loaded"),
+        only("saved"),
+        quantity=quantity,
+        hints=[Hint(likely, only(at)) for at, likely in moments.items()],
+        given=given,
+    )

@@ -9,83 +9,61 @@ import tempfile
 
 import pytest
 
+from spec_tests.programs import trained
+from spec_tests.programs.calls import parsed
+from spec_tests.programs.law import same_as_alone
 from spec_tests.programs.laws import refusal
-from spec_tests.programs.laws.task import (
-    BUILDERS,
-    Session,
-    Setup,
-    alone,
-    declared,
-    matches,
-    method,
-    session,
-    tolerance,
-)
+from spec_tests.programs.one_trainer import OneProcess
+from spec_tests.programs.scene import TRAINERS, Scene
+from spec_tests.programs.trained import OnRank
 from spec_tests.rig import judge
 from spec_tests.rig.clause import clauses
 from spec_tests.rig.judge.tolerance import exact
 
-clause = clauses(judges=BUILDERS, level="correct", worlds=(2,))
+clause = clauses(judges=TRAINERS, level="correct", worlds=(2,))
 
 
-def in_folder(world, body, *args):
-    """Run a body whose first argument is a folder that does not exist yet."""
-    with tempfile.TemporaryDirectory(prefix="trainspec-trainer-") as directory:
-        return world.run(body, f"{directory}/checkpoint", *args)
-
-
-def resumed(ctx, directory, subject, setup):
+def resumed(ctx, folder, subject, scene):
     """Weights of a run, and of one that was stopped after two steps and loaded elsewhere."""
-    first, second = session(ctx, subject, setup), session(ctx, subject, setup, plus=5)
-    save, load = method(first.trainer, "save"), method(second.trainer, "load")
-    second.trainer.step(second.micro_batches(9))  # what was there before must not matter
-    rates = [run.trainer.set_lr for run in (first, second) if hasattr(run.trainer, "set_lr")]
-    for set_lr in rates[:1]:  # the factor is the caller's matter, and not the checkpoint's
-        set_lr(0.5)
-    first.steps(1, 2)
-    first.seen.clear()
+    first, second = (OnRank(ctx, subject, scene, folder, plus=plus) for plus in (0, 5))
+    first.method("save")
+    second.method("load")
+    second.train("9")  # what was there before must not matter
+    if hasattr(first.trainer, "set_lr"):  # the factor is the caller's matter, not the checkpoint's
+        first.rate("0.5")
+    first.follow(parsed("train 1, train 2"))
     if ctx.rank == 0:  # when `save` returns on another rank, all is written
         ctx.be_late(0.05)
-    save(directory)
-    load(directory)
-    for set_lr in rates:
-        set_lr(0.25)
+    first.save()
+    second.trainer.load(f"{first.folder}/1")
+    found = []
     for run in (first, second):
-        run.note("loaded")
-        run.steps(3, 4)
-    return {"wanted": first.seen, "seen": second.seen}
+        if hasattr(run.trainer, "set_lr"):
+            run.rate("0.25")
+        shown = run.follow(parsed("read, train 3, train 4"))
+        found.append({f"{name}, {call}": t for call, each in shown for name, t in each.items()})
+    return found
 
 
 @clause(
     "trainer.checkpoint.resumes",
     source="contract: Trainer.load/replaces; torchtitan issue 811; DeepSpeed load_checkpoint",
 )
-@pytest.mark.parametrize("optimizer", ["momentum", "adamw"])
-@pytest.mark.parametrize("toy", ["mlp", "tied"])
-def test_a_loaded_run_goes_on_as_if_it_had_not_stopped(world, subject, optimizer, toy):
+@pytest.mark.parametrize(
+    "scene",
+    ["mlp momentum two-groups", "tied adamw two-groups"],
+    ids=["mlp-momentum", "tied-adamw"],
+)
+def test_a_loaded_run_goes_on_as_if_it_had_not_stopped(world, subject, scene):
     """A loaded trainer MUST go on with the bits of the run that was not interrupted.
 
     Weights alone are not enough: moments and step counts decide the next update.
     """
-    setup = Setup(toy=toy, optimizer=optimizer, splits=True)
-    ranks = in_folder(world, resumed, subject, setup)
+    with tempfile.TemporaryDirectory(prefix="trainspec-") as folder:
+        wanted, seen = zip(*world.run(resumed, folder, subject, scene), strict=True)
 
-    judge.tensors(
-        [rank["seen"] for rank in ranks],
-        [rank["wanted"] for rank in ranks],
-        quantity="weight of the run that was not stopped",
-        within=exact(),
-        given=str(setup),
-    )
-
-
-def saves_between(ctx, directory, subject, setup):
-    """Weights of a run that saves after every step."""
-    run = session(ctx, subject, setup)
-    for number in (1, 2, 3):
-        run.step(number)
-        method(run.trainer, "save")(f"{directory}-{number}")
-    return {"seen": run.seen, "declares": declared(run.trainer)}
+    quantity = "weight of the run that was not stopped"
+    judge.tensors(seen, wanted, quantity=quantity, within=exact(), given=scene)
 
 
 @clause(
@@ -93,22 +71,7 @@ def saves_between(ctx, directory, subject, setup):
 )
 def test_saving_changes_nothing(world, subject):
     """Saving MUST NOT change later training."""
-    setup = Setup(optimizer="adamw", accumulation=2)
-    ranks = in_folder(world, saves_between, subject, setup)
-
-    options = {"ranks": range(world.size), "declares": ranks[0]["declares"]}
-    matches([rank["seen"] for rank in ranks], Session.steps, setup, 1, 2, 3, **options)
-
-
-def evaluated(ctx, directory, subject, setup):
-    """Losses of one batch in the run that saved, and in one that loaded, right afterwards."""
-    first = session(ctx, subject, setup)
-    first.steps(1, 2)
-    method(first.trainer, "save")(directory)
-    second = session(ctx, subject, setup, plus=5)
-    method(second.trainer, "evaluate")(second.batch(ctx.rank, 50))  # computes with what it has
-    second.trainer.load(directory)
-    return [float(run.trainer.evaluate(run.batch(ctx.rank, 50))) for run in (first, second)]
+    same_as_alone(world, subject, "mlp adamw of-two: train 1, save, train 2, save, train 3")
 
 
 @clause(
@@ -118,34 +81,18 @@ def evaluated(ctx, directory, subject, setup):
 )
 def test_what_was_loaded_is_what_is_evaluated(world, subject):
     """The first evaluation after `load` MUST use the loaded weights."""
-    ranks = in_folder(world, evaluated, subject, Setup(optimizer="momentum"))
-
-    for rank, (saved, loaded) in enumerate(ranks):
-        judge.holds(
-            abs(saved - loaded) <= 1e-6 * max(1.0, abs(saved)),
-            f"rank {rank}: expected the loss of the run that saved, {saved}, got {loaded}",
-            likely="weights from before the load are computed with: a copy was not replaced",
-        )
+    line = "mlp momentum: train 1, train 2, save, train 3, evaluate 50, load copied, evaluate 50"
+    same_as_alone(world, subject, line)
 
 
-def at_another_size(ctx, directory, subject, setup, groups):
+def at_another_size(ctx, folder, subject, saved, loaded):
     """Weights after a load by groups of other sizes than the one that saved, and two steps."""
-    first = session(ctx, subject, setup)
-    first.steps(1, 2)
-    method(first.trainer, "save")(directory)
+    first = OnRank(ctx, subject, saved, folder)
+    first.follow(parsed("train 1, train 2, save"))
     ctx.barrier()
-    run = session(ctx, subject, setup, group=ctx.split(groups), plus=5)
-    method(run.trainer, "load")(directory)
-    run.steps(3, 4)
-    return {"seen": run.seen, "declares": declared(run.trainer)}
-
-
-def then_in_group(run, group):
-    """One process: two steps of everyone, two of the group."""
-    for number in (1, 2):
-        run.trainer.step(run.micro_batches(number))
-    run.ranks, run.trainer.ranks = group, len(group)
-    run.steps(3, 4)
+    run = OnRank(ctx, subject, loaded, folder, plus=5)
+    run.method("load")(f"{first.folder}/1")
+    return {"seen": run.follow(parsed("train 3, train 4")), "declares": run.declares}
 
 
 @clause(
@@ -155,21 +102,27 @@ def then_in_group(run, group):
 )
 def test_a_checkpoint_loads_at_another_size(world, subject):
     """A checkpoint MUST load on another number of ranks with the same values, or be an error."""
-    setup, groups = Setup(optimizer="adamw"), ((0, 2), (1,))
-    with tempfile.TemporaryDirectory(prefix="trainspec-trainer-") as directory:
-        ordinary = (saves_between, f"{directory}/plain", subject, setup)
+    saved, loaded = Scene.of("mlp adamw"), Scene.of("mlp adamw apart")
+    with tempfile.TemporaryDirectory(prefix="trainspec-") as folder:
+        ordinary = (trained.follow, subject, saved, parsed("train 1, save"), f"{folder}/plain")
         ranks = refusal.answer_or_refusal(
-            world, at_another_size, f"{directory}/c", subject, setup, groups, ordinary=ordinary
+            world, at_another_size, folder, subject, saved, loaded, ordinary=ordinary
         )
     if ranks is None:
         return
-    for group in groups:
-        declares = ranks[0]["declares"]
-        expected = alone(then_in_group, setup, group, ranks=range(3), declares=declares)
+    expected = []
+    for rank in range(world.size):
+        one = OneProcess(saved, world.size, 0, ranks[0]["declares"], "")
+        run = trained.Run(one, saved, one.module, range(world.size), rank)
+        run.follow(parsed("train 1, train 2"))
+        run.ranks = loaded.peers(world.size, rank)
+        one.size = len(run.ranks)
+        expected.append(run.follow(parsed("train 3, train 4")))
+    for number in range(2):
         judge.tensors(
-            [ranks[rank]["seen"] for rank in group],
-            expected,
+            [rank["seen"][number][1] for rank in ranks],
+            [each[number][1] for each in expected],
             quantity="weight of one process that goes on with the group's micro-batches",
-            within=tolerance(setup, expected),
-            given=f"saved by 3 ranks, loaded by the group {group}",
+            within=trained.within(loaded, 4),
+            given=f"saved by 3 ranks, loaded by the groups {loaded['group']}",
         )

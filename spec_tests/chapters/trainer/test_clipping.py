@@ -5,30 +5,22 @@ Source of the numbers: torch.nn.utils.clip_grad_norm_ on the whole gradient in o
 
 from __future__ import annotations
 
-from typing import Any
+import itertools
 
 import pytest
 import torch
 from torch import nn
 
+from spec_tests.programs.calls import parsed
+from spec_tests.programs.law import same_as_alone
 from spec_tests.programs.laws import refusal
-from spec_tests.programs.laws.task import (
-    BUILDERS,
-    Session,
-    Setup,
-    alone,
-    in_ranks,
-    matches,
-    method,
-    same_as_one_process,
-    session,
-    start,
-)
+from spec_tests.programs.scene import TRAINERS, Scene
+from spec_tests.programs.trained import OnRank, alone, follow
 from spec_tests.rig import judge
 from spec_tests.rig.clause import clauses
 
-clause = clauses(judges=BUILDERS, level="correct", worlds=(2,))
-THREE = (1, 2, 3)
+clause = clauses(judges=TRAINERS, level="correct", worlds=(2,))
+THREE = "train 1, train 2, train 3"
 NORM = "torchtitan issue 2318; torch.nn.utils.clip_grad_norm_"
 
 
@@ -39,8 +31,7 @@ def test_gradients_are_clipped_by_their_global_norm(world, subject, toy):
 
     The norm of a rank's own shards, or of its own gradients, gives another length.
     """
-    setup = Setup(toy=toy, max_norm=0.25)
-    same_as_one_process(world, subject, Session.steps, setup, *THREE)
+    same_as_alone(world, subject, f"{toy} clipped: {THREE}")
 
 
 @clause("trainer.clip.once-per-step", source="contract: clips-once; " + NORM)
@@ -49,15 +40,13 @@ def test_accumulated_gradients_are_clipped_once(world, subject):
 
     Clipping each part changes the direction: small micro-batches weigh more than they should.
     """
-    setup = Setup(max_norm=0.25, accumulation=3)
-    same_as_one_process(world, subject, Session.steps, setup, *THREE)
+    same_as_alone(world, subject, f"mlp clipped of-three: {THREE}")
 
 
 @clause("trainer.clip.leaves-small-gradients", source="contract: clips-once; " + NORM)
 def test_gradients_below_the_limit_are_left(world, subject):
     """A gradient whose norm is below `max_norm` MUST be left as it is."""
-    setup = Setup(max_norm=1e4, optimizer="momentum")
-    same_as_one_process(world, subject, Session.steps, setup, *THREE)
+    same_as_alone(world, subject, f"mlp momentum hardly-clipped: {THREE}")
 
 
 @clause(
@@ -66,47 +55,14 @@ def test_gradients_below_the_limit_are_left(world, subject):
 )
 def test_without_max_norm_nothing_is_clipped(world, subject):
     """Without `max_norm` nothing MUST be clipped, however large a gradient is."""
-    setup = Setup(loss_factor=64.0, optimizer="slow")
-    same_as_one_process(world, subject, Session.steps, setup, *THREE)
+    same_as_alone(world, subject, f"stack slow of-three: {THREE}")
 
 
 @clause("trainer.clip.tied-counts-once", source="contract: clips-once, tied; " + NORM)
 @pytest.mark.parametrize("toy", ["tied", "frozen"])
 def test_a_tied_gradient_counts_once_in_the_norm(world, subject, toy):
     """In the norm a tied parameter's gradient MUST count once, and a frozen one's not at all."""
-    setup = Setup(toy=toy, max_norm=0.25)
-    same_as_one_process(world, subject, Session.steps, setup, *THREE)
-
-
-def poisoned(ctx, subject, setup):
-    """Weights after a step in which one rank's gradient is NaN; the error, if that raised."""
-    run = session(ctx, subject, setup)
-    run.step(1)
-    with refusal.caught() as error:
-        run.trainer.step(run.micro_batches(2))
-    found = {}
-    if not error["error"]:
-        run.note("after the step that was not finite")
-        found = run.seen
-    return {"seen": found, "error": error["error"]}
-
-
-@clause(
-    "trainer.clip.not-finite-alike",
-    source="contract: equal-ranks, not-finite; torchtitan pull request 2318; GradScaler",
-)
-@pytest.mark.parametrize("max_norm", [None, 1.0], ids=["off", "clipped"])
-def test_ranks_deal_alike_with_what_is_not_finite(world, subject, max_norm):
-    """Where one rank's gradient is NaN, all ranks MUST end with equal bits, or all raise."""
-    ranks = world.run(poisoned, subject, Setup(poisoned=2, max_norm=max_norm))
-
-    errors = [rank["error"] for rank in ranks]
-    if any(errors):
-        refusal.on_all_ranks(errors, given="a NaN on rank 1")
-        return
-    # A NaN equals nothing: its place is what is compared.
-    finite = [{n: t.nan_to_num(nan=12345.0) for n, t in rank["seen"].items()} for rank in ranks]
-    judge.same_on_all_ranks(finite, quantity="weight", given="a NaN on rank 1")
+    same_as_alone(world, subject, f"{toy} clipped: {THREE}")
 
 
 class Cracked(nn.Linear):
@@ -119,25 +75,47 @@ class Cracked(nn.Linear):
         return out + (0.0 * self.weight[-1, -1]).sqrt() if self.is_broken else out
 
 
-def cracked(setup: Setup) -> nn.Sequential:
-    """Two layers, of which the first may break."""
-    torch.manual_seed(setup.seed)
-    return nn.Sequential(Cracked(6, 8), nn.Linear(8, 4))
-
-
-def broken_in_one_row(ctx, subject, setup):
-    """How many weights a step changed in which one row's gradient is NaN; the error, if any."""
-    module = cracked(setup)
-    layer = module[0]
-    run = session(ctx, subject, setup, module=module)
-    run.step(1)
-    before = run.weights()
+def with_a_nan(ctx, subject, clipping, is_in_one_row):
+    """Weights before and after a step in which rank 1 has a NaN, and the error if that raised."""
+    torch.manual_seed(7)
+    layer = Cracked(6, 8)
+    module = nn.Sequential(layer, nn.Linear(8, 4)) if is_in_one_row else None
+    run = OnRank(ctx, subject, f"mlp {clipping}", module=module)
+    before, batches = run.train("1"), run.batches(2)
     layer.is_broken = ctx.rank == 1
-    with refusal.caught() as error:
-        run.trainer.step(run.micro_batches(2))
-    after = before if error["error"] else run.weights()
-    changed = {name: int((after[name] != before[name]).sum()) for name in before}
-    return {"changed": changed, "error": error["error"]}
+    if ctx.rank == 1 and module is None:
+        batches[0]["x"][0, 0] = torch.nan
+    with refusal.caught() as caught:
+        run.trainer.step(batches)
+    return before, before if caught["error"] else run.weights(), caught["error"]
+
+
+def weights_with_a_nan(world, subject, clipping, is_in_one_row, given):
+    """Weights before and after the step; None where all ranks raised."""
+    __tracebackhide__ = True
+    ranks = world.run(with_a_nan, subject, clipping, is_in_one_row)
+    befores, afters, errors = zip(*ranks, strict=True)
+    if any(errors):
+        refusal.on_all_ranks(errors, given=given)
+        return None
+    return befores, afters
+
+
+CLIPPING = pytest.mark.parametrize("clipping", ["unclipped", "clipped"])
+
+
+@clause(
+    "trainer.clip.not-finite-alike",
+    source="contract: equal-ranks, not-finite; torchtitan pull request 2318; GradScaler",
+)
+@CLIPPING
+def test_ranks_deal_alike_with_what_is_not_finite(world, subject, clipping):
+    """Where one rank's gradient is NaN, all ranks MUST end with equal bits, or all raise."""
+    found = weights_with_a_nan(world, subject, clipping, False, given="a NaN on rank 1")
+    if found is not None:
+        # A NaN equals nothing: its place is what is compared.
+        finite = [{n: t.nan_to_num(nan=12345.0) for n, t in rank.items()} for rank in found[1]]
+        judge.same_on_all_ranks(finite, quantity="weight", given="a NaN on rank 1")
 
 
 @clause(
@@ -145,34 +123,21 @@ def broken_in_one_row(ctx, subject, setup):
     level="production",
     source="contract: equal-ranks; each rank looks at its own shards: one skips the update",
 )
-@pytest.mark.parametrize("max_norm", [None, 1.0], ids=["off", "clipped"])
-def test_what_is_not_finite_in_one_shard_counts_for_all(world, subject, max_norm):
+@CLIPPING
+def test_what_is_not_finite_in_one_shard_counts_for_all(world, subject, clipping):
     """Where one row of the gradient is NaN, all weights MUST be updated, or none, or all raise."""
-    setup = Setup(max_norm=max_norm)
-    ranks = world.run(broken_in_one_row, subject, setup)
-
-    errors = [rank["error"] for rank in ranks]
-    if any(errors):
-        refusal.on_all_ranks(errors, given="a NaN in one row of one weight")
-        return
-    sizes = {name: p.numel() for name, p in cracked(setup).named_parameters()}
-    for rank, seen in enumerate(ranks):
-        changed = [seen["changed"].get(name, 0) for name in sizes]
+    given = "a NaN in the gradient of one row, which one rank has"
+    found = weights_with_a_nan(world, subject, clipping, True, given)
+    for rank, (before, after) in enumerate(zip(*found, strict=True) if found else ()):
+        changed = [int((after[name] != before[name]).sum()) for name in before]
+        sizes = [weight.numel() for weight in before.values()]
         judge.holds(
-            not any(changed) or changed == [*sizes.values()],
-            f"rank {rank}: expected all of {sum(sizes.values())} weights to change, or none, got "
+            not any(changed) or changed == sizes,
+            f"rank {rank}: expected all of {sum(sizes)} weights to change, or none, got "
             f"{sum(changed)} that did",
             likely="ranks decide by their own shards whether to skip the update",
-            given="a NaN in the gradient of one row, which one rank has",
+            given=given,
         )
-
-
-def with_rates(run, factors):
-    """Weights of a run whose rates change before every step."""
-    set_lr = method(run.trainer, "set_lr")
-    for number, factor in enumerate(factors, 1):
-        set_lr(factor)
-        run.step(number)
 
 
 @clause(
@@ -182,7 +147,8 @@ def with_rates(run, factors):
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_a_new_rate_is_that_of_the_next_step(world, subject, optimizer):
     """After `set_lr` the next step MUST use the factor times the initial rate."""
-    same_as_one_process(world, subject, with_rates, Setup(optimizer=optimizer), (0.5, 1.0, 0.125))
+    line = "rate 0.5, train 1, rate 2, train 2, rate 0.5, train 3"
+    same_as_alone(world, subject, f"mlp {optimizer}: {line}")
 
 
 @clause(
@@ -191,8 +157,8 @@ def test_a_new_rate_is_that_of_the_next_step(world, subject, optimizer):
 )
 def test_every_group_gets_its_rate(world, subject):
     """`set_lr` MUST scale every group's own initial rate."""
-    setup = Setup(optimizer="momentum", splits=True)
-    same_as_one_process(world, subject, with_rates, setup, (0.5, 2.0, 0.25))
+    line = "mlp momentum two-groups: rate 0.5, train 1, rate 2, train 2, rate 0.5, train 3"
+    same_as_alone(world, subject, line)
 
 
 @clause(
@@ -201,38 +167,15 @@ def test_every_group_gets_its_rate(world, subject):
 )
 def test_a_rate_of_zero_keeps_weights(world, subject):
     """With a factor of zero a step MUST leave every weight as it was, and count its momentum."""
-    setup = Setup(optimizer="momentum")
-    ranks = world.run(in_ranks, subject, with_rates, setup, (0.0, 1.0, 0.0))
-
-    seen = [rank["seen"] for rank in ranks]
-    options = {"ranks": range(world.size), "declares": ranks[0]["declares"]}
-    matches(seen, with_rates, setup, (0.0, 1.0, 0.0), **options)
-    before = {**start(setup, seen[0]), **{n: t for n, t in seen[0].items() if "step 2" in n}}
-    kept = {n: before[n.replace("step 3", "step 2")] for n in seen[0] if "step 2" not in n}
-    judge.tensors(
-        [{name: rank[name] for name in kept} for rank in seen],
-        kept,
-        quantity="weight of before a step with a rate of zero",
-    )
+    same_as_alone(world, subject, "mlp momentum: rate 0, train 1, rate 2, train 2, rate 0, train 3")
 
 
-def small_steps(run, number):
-    """Weights after many steps, each below bfloat16's resolution."""
-    for each in range(number):
-        run.trainer.step(run.micro_batches(each))
-    run.note(f"after {number} steps")
-
-
-def moves(run, numbers):
-    """Weights before the first step, and after each."""
-    run.note("before")
-    run.steps(*numbers)
-
-
-def movements(seen):
-    """How far each weight has moved since the beginning."""
-    begun = {key.partition(" ")[0]: t for key, t in seen.items() if key.endswith(" before")}
-    return {k: t - begun[k.partition(" ")[0]] for k, t in seen.items() if "after" in k}
+def in_bfloat16(world, subject, words, program):
+    """What calls show on each rank in bfloat16, and what they show in one process in float32."""
+    scene, calls = Scene.of(words), parsed(program)
+    ranks = world.run(follow, subject, scene, calls, dtype=torch.bfloat16)
+    expected = alone(scene, calls, world.size, 0, ranks[0]["declares"])
+    return [[found for _, found in each] for each in (*(r["seen"] for r in ranks), expected)]
 
 
 @clause(
@@ -246,23 +189,21 @@ def test_bfloat16_trains_near_float32(world, subject, how):
     Each step's gradient is off by some of bfloat16's roundings, 2**-8, and so is what a weight has
     moved by; a wrong factor of some per cent is more. The model is linear: no kink amplifies them.
     """
-    options: dict[str, Any] = {"accumulated": {"accumulation": 3}, "clipped": {"max_norm": 0.25}}
-    setup = Setup("shifted", "momentum", dtype=torch.bfloat16, **options.get(how, {}))
-    ranks = world.run(in_ranks, subject, moves, setup, THREE)
-
-    declares = ranks[0]["declares"]
-    expected = movements(alone(moves, setup, THREE, ranks=range(world.size), declares=declares))
+    words = {"plain": "", "accumulated": " of-three", "clipped": " clipped"}[how]
+    program = f"read, {THREE}"
+    *ranks, expected = in_bfloat16(world, subject, f"shifted momentum{words}", program)
     bound = 16 * torch.finfo(torch.bfloat16).eps / 2
-    for rank, found in enumerate(ranks):
-        # From its own start, which may have been rounded.
-        seen = movements(found["seen"])
-        for name, wanted in expected.items():
-            error = float((seen[name] - wanted).norm() / wanted.norm())
+    for rank, seen in enumerate(ranks):
+        for number, name in itertools.product((1, 2, 3), expected[0]):
+            # From its own start, which may have been rounded.
+            moved, wanted = (each[number][name] - each[0][name] for each in (seen, expected))
+            error = float((moved - wanted).norm() / wanted.norm())
             judge.holds(
                 error <= bound,
-                f"rank {rank}, {name!r}: expected a weight that moved as in float32 within "
-                f"{bound:.2%} of the movement, got one that is {error:.2%} of it away",
-                given=str(setup),
+                f"rank {rank}, {name!r} after step {number}: expected a weight that moved as in "
+                f"float32 within {bound:.2%} of the movement, got one that is {error:.2%} of it "
+                "away",
+                given=f"shifted momentum{words}: {program}",
             )
 
 
@@ -271,7 +212,7 @@ def loss_in_bfloat16(ctx, subject):
     module = nn.Linear(6, 1, bias=False)
     with torch.no_grad():
         module.weight.copy_(torch.eye(1, 6))
-    run = session(ctx, subject, Setup(dtype=torch.bfloat16), module=module)
+    run = OnRank(ctx, subject, "mlp", module=module, dtype=torch.bfloat16)
     batch = {**run.batch(ctx.rank, 1), "x": torch.full((4, 6), 1 + 2.0**-10, device=ctx.device)}
     found = run.trainer.step([batch])
     if found is None:
@@ -306,13 +247,14 @@ def test_small_updates_are_not_lost(world, subject):
 
     bfloat16 has eight bits: a weight of 0.5 does not feel an update of less than 0.001.
     """
-    ranks = world.run(moved, subject, Setup(dtype=torch.bfloat16, optimizer="slow"), 24)
+    program = ", ".join(["read", *(f"train {number}" for number in range(24))])
+    *ranks, expected = in_bfloat16(world, subject, "mlp slow", program)
 
-    for rank, (before, after, kinds) in enumerate(ranks):
-        wanted = moved_alone(24)
-        judge.equal([kinds], ["torch.float32"], quantity="dtypes of the full parameters")
-        for name, distance in wanted.items():
-            seen = float((after[name] - before[name]).norm())
+    for rank, found in enumerate(ranks):
+        kinds = {str(t.dtype) for t in found[-1].values()}
+        judge.equal([kinds], {"torch.float32"}, quantity="dtypes of the full parameters")
+        for name in expected[0]:
+            seen, distance = (float((e[-1][name] - e[0][name]).norm()) for e in (found, expected))
             judge.holds(
                 seen > 0.7 * distance,
                 f"rank {rank}, {name!r}: expected a weight that moved by {distance:.2e} in 24 "
@@ -321,29 +263,9 @@ def test_small_updates_are_not_lost(world, subject):
             )
 
 
-def moved(ctx, subject, setup, number):
-    """Weights before and after many small steps, and their dtypes."""
-    run = session(ctx, subject, setup)
-    before = run.weights()
-    small_steps(run, number)
-    after = run.weights()
-    return before, after, [*{str(t.dtype) for t in after.values()}]
-
-
-def moved_alone(number):
-    """How far float32 moves each weight."""
-    setup = Setup(optimizer="slow")
-    after = alone(small_steps, setup, number, ranks=range(2))
-    start = dict(setup.module().named_parameters())
-    return {
-        key.partition(" ")[0]: float((tensor - start[key.partition(" ")[0]].detach()).norm())
-        for key, tensor in after.items()
-    }
-
-
 def coasts(ctx, subject, steps):
     """How far a step with a gradient moves each weight, and the last of those without one."""
-    run = session(ctx, subject, Setup("shifted", "lasting", dtype=torch.bfloat16))
+    run = OnRank(ctx, subject, "shifted lasting", dtype=torch.bfloat16)
     seen = [run.weights()]
     for number in range(steps):
         batch = {**run.batch(ctx.rank, 1), "factor": 0.0 if number else 1.0}

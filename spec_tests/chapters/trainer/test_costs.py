@@ -9,31 +9,23 @@ from __future__ import annotations
 from torch import nn
 
 from spec_tests.programs.laws import footprint, traffic
-from spec_tests.programs.laws.task import BUILDERS, Setup, method, session
+from spec_tests.programs.scene import TRAINERS
+from spec_tests.programs.trained import OnRank
 from spec_tests.rig import judge
 from spec_tests.rig.clause import clauses
 
-clause = clauses(judges=BUILDERS, level="production", worlds=(2,))
+clause = clauses(judges=TRAINERS, level="production", worlds=(2,))
 WIDTH, DEPTH = 96, 12
 BYTES = 4 * DEPTH * (WIDTH * 6 + 6 * WIDTH)
 
 
-def log_of_step(ctx, subject, accumulation):
-    """What is sent in a step."""
-    run = session(ctx, subject, Setup(accumulation=accumulation))
-    run.trainer.step(run.micro_batches(1))
+def log_of(ctx, subject, scene, evaluates=False):
+    """What is sent in a step, or in an evaluation, after a step."""
+    run = OnRank(ctx, subject, scene)
+    call = run.method("evaluate" if evaluates else "step")
+    run.trainer.step(run.batches(1))
     with ctx.recording() as recorder:
-        run.trainer.step(run.micro_batches(2))
-    return recorder.log()
-
-
-def log_of_evaluation(ctx, subject):
-    """What is sent in an evaluation after a step."""
-    run = session(ctx, subject, Setup())
-    evaluate = method(run.trainer, "evaluate")
-    run.trainer.step(run.micro_batches(1))
-    with ctx.recording() as recorder:
-        evaluate(run.batch(ctx.rank, 50))
+        call(run.batch(ctx.rank, 50) if evaluates else run.batches(2))
     return recorder.log()
 
 
@@ -43,8 +35,7 @@ def log_of_evaluation(ctx, subject):
 )
 def test_gradients_are_reduced_once_per_step(world, subject):
     """A step of several micro-batches MUST reduce no more elements than a step of one."""
-    one = world.run(log_of_step, subject, 1)
-    many = world.run(log_of_step, subject, 4)
+    one, many = (world.run(log_of, subject, f"mlp {number}") for number in ("of-one", "of-four"))
 
     for rank in range(world.size):
         wanted, seen = (traffic.reduced(ranks[rank]) for ranks in (one, many))
@@ -59,7 +50,7 @@ def test_gradients_are_reduced_once_per_step(world, subject):
 @clause("trainer.traffic.evaluation-reduces-nothing", source="contract: silent-evaluation")
 def test_an_evaluation_reduces_nothing(world, subject):
     """An evaluation MUST NOT reduce gradients; a loss that is averaged over ranks may be sent."""
-    for rank, log in enumerate(world.run(log_of_evaluation, subject)):
+    for rank, log in enumerate(world.run(log_of, subject, "mlp", True)):
         seen = traffic.reduced(log)
         judge.holds(seen <= 8, f"rank {rank}: expected no reduction, got {seen} elements")
 
@@ -80,14 +71,19 @@ class Wide(nn.Module):
         return x
 
 
-def held(ctx, subject, optimizer):
-    """Bytes that a trainer holds between steps."""
+def held(ctx, subject, scene, after=(2,), reads=False):
+    """Bytes that a trainer holds after some numbers of steps, with `reads` of its weights."""
+    found = []
     with ctx.recording() as recorder:
-        run = session(ctx, subject, Setup(optimizer=optimizer), module=Wide())
-        batches = run.micro_batches(1)
-        for _ in range(2):
+        run = OnRank(ctx, subject, scene, module=Wide())
+        batches = run.batches(1)
+        for number in range(1, max(after) + 1):
             run.trainer.step(batches)
-        return footprint.settled(recorder, looks=10, pause_s=0.01)
+            if reads:
+                run.trainer.full_parameters()
+            if number in after:
+                found.append(footprint.settled(recorder, looks=10, pause_s=0.01))
+    return found
 
 
 LARGEST = 4 * WIDTH * 6
@@ -105,11 +101,11 @@ def test_the_optimizers_state_is_divided(world, subject):
 
     What AdamW holds beyond SGD without momentum is the state, wherever it is kept.
     """
-    with_state = world.run(held, subject, "adamw")
-    without = world.run(held, subject, "sgd")
+    with_state = world.run(held, subject, "mlp adamw")
+    without = world.run(held, subject, "mlp sgd")
 
     footprint.at_most(
-        [more - less for more, less in zip(with_state, without, strict=True)],
+        [more - less for [more], [less] in zip(with_state, without, strict=True)],
         {
             "its share of two moments": 2 * BYTES // world.size,
             "those of the largest parameter": 2 * LARGEST,
@@ -136,7 +132,7 @@ def test_parameters_are_divided(world, subject):
     weights, which a trainer that drops its gradients holds where nothing is divided.
     """
     footprint.at_most(
-        world.run(held, subject, "sgd"),
+        [held_bytes for [held_bytes] in world.run(held, subject, "mlp sgd")],
         {
             "its share of weights, gradients and float32 weights": 3 * BYTES // world.size,
             "a block's weights": 2 * LARGEST,
@@ -148,24 +144,12 @@ def test_parameters_are_divided(world, subject):
     )
 
 
-def held_after(ctx, subject, steps):
-    """Bytes that a trainer holds after few and after many steps."""
-    found = []
-    with ctx.recording() as recorder:
-        run = session(ctx, subject, Setup(optimizer="momentum", accumulation=2), module=Wide())
-        batches = run.micro_batches(1)
-        for number in range(1, max(steps) + 1):
-            run.trainer.step(batches)
-            run.trainer.full_parameters()
-            if number in steps:
-                found.append(footprint.settled(recorder, looks=10, pause_s=0.01))
-    return found
-
-
 @clause("trainer.footprint.does-not-grow", level="correct", source="pytorch issue 158719")
 def test_memory_does_not_grow(world, subject):
     """The memory that a trainer holds between steps MUST NOT grow from step to step."""
-    for rank, (few, many) in enumerate(world.run(held_after, subject, (2, 8))):
+    for rank, (few, many) in enumerate(
+        world.run(held, subject, "mlp momentum of-two", (2, 8), True)
+    ):
         judge.holds(
             many <= few + 1024,
             f"rank {rank}: expected {few} bytes after 8 steps, as after 2, got {many}",

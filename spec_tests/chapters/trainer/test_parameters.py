@@ -8,19 +8,15 @@ from __future__ import annotations
 
 import pytest
 
-from spec_tests.programs.laws.task import (
-    BUILDERS,
-    Session,
-    Setup,
-    one_process_or_refusal,
-    same_as_one_process,
-    session,
-)
+from spec_tests.programs.law import same_as_alone, situations
+from spec_tests.programs.one_trainer import module_of
+from spec_tests.programs.scene import TRAINERS, Scene
+from spec_tests.programs.trained import OnRank
 from spec_tests.rig import judge
 from spec_tests.rig.clause import clauses
 
-clause = clauses(judges=BUILDERS, level="correct", worlds=(2,))
-THREE = (1, 2, 3)
+clause = clauses(judges=TRAINERS, level="correct", worlds=(2,))
+THREE = "train 1, train 2, train 3"
 REPLICAS = ("build_trainer", "build_zero1_trainer")
 BRANCHES = "DeepSpeed issue 2343; DistributedDataParallel, find_unused_parameters"
 
@@ -32,8 +28,7 @@ BRANCHES = "DeepSpeed issue 2343; DistributedDataParallel, find_unused_parameter
 )
 def test_a_tied_parameter_stays_tied(world, subject):
     """A weight with two names MUST be one weight: trained once, by the sum of both gradients."""
-    setup = Setup(toy="tied", optimizer="adamw", accumulation=2)
-    same_as_one_process(world, subject, Session.steps, setup, *THREE)
+    same_as_alone(world, subject, f"tied adamw of-two: {THREE}")
 
 
 @clause(
@@ -43,8 +38,7 @@ def test_a_tied_parameter_stays_tied(world, subject):
 )
 def test_a_module_that_is_used_twice_counts_twice(world, subject):
     """A module that one forward calls twice MUST be trained by the sum of both gradients."""
-    setup = Setup(toy="reused", optimizer="momentum", accumulation=2)
-    same_as_one_process(world, subject, Session.steps, setup, *THREE)
+    same_as_alone(world, subject, f"reused momentum of-two: {THREE}")
 
 
 @clause(
@@ -54,8 +48,7 @@ def test_a_module_that_is_used_twice_counts_twice(world, subject):
 @pytest.mark.parametrize("optimizer", ["momentum", "adamw"])
 def test_frozen_parameters_stay(world, subject, optimizer):
     """A trainer MUST leave frozen parameters as they are, whatever the weight decay."""
-    setup = Setup(toy="frozen", optimizer=optimizer)
-    same_as_one_process(world, subject, Session.steps, setup, *THREE)
+    same_as_alone(world, subject, f"frozen {optimizer}: {THREE}")
 
 
 @clause(
@@ -64,8 +57,7 @@ def test_frozen_parameters_stay(world, subject, optimizer):
 )
 def test_unused_parameters_are_as_declared(world, subject):
     """An unused parameter MUST be skipped, or updated with zeros where that is declared."""
-    setup = Setup(toy="unused", optimizer="adamw")
-    one_process_or_refusal(world, subject, Session.steps, setup, *THREE)
+    same_as_alone(world, subject, f"unused adamw: {THREE}")
 
 
 @clause(
@@ -73,27 +65,30 @@ def test_unused_parameters_are_as_declared(world, subject):
     judges=REPLICAS,
     source="contract: unused-somewhere; " + BRANCHES,
 )
-@pytest.mark.parametrize("uses", ["one-each", "all-and-one"])
-def test_what_one_rank_uses_trains_on_all(world, subject, uses):
+@situations(
+    {
+        "one-each": f"branches-one-each: {THREE}",
+        "all-and-one": f"branches-by-rank: {THREE}",
+    }
+)
+def test_what_one_rank_uses_trains_on_all(world, subject, situation):
     """A parameter that some ranks leave unused MUST train on all, by the mean, or be an error."""
-    each = (("ab",), ("ac",)) if uses == "one-each" else (("abc",), ("b",))
-    setup = Setup(toy="branches", uses=each)
-    one_process_or_refusal(world, subject, Session.steps, setup, *THREE)
+    same_as_alone(world, subject, situation)
 
 
 @clause(
     "trainer.parameters.unused-in-a-micro-batch",
     source="contract: unused-early; " + BRANCHES + "; fairscale, ShardedDDP",
 )
-@pytest.mark.parametrize("when", ["first", "last"])
-def test_what_one_micro_batch_uses_is_trained(world, subject, when):
+@situations(
+    {"first": f"branches-in-turn of-two: {THREE}", "last": f"branches-later of-two: {THREE}"}
+)
+def test_what_one_micro_batch_uses_is_trained(world, subject, situation):
     """A parameter that one micro-batch alone uses MUST be trained by its gradient, or be an error.
 
     Whoever reduces what the last backward touched loses what only an early one did.
     """
-    order = ("abc", "ab") if when == "first" else ("ab", "abc")
-    setup = Setup(toy="branches", accumulation=2, uses=(order, order))
-    one_process_or_refusal(world, subject, Session.steps, setup, *THREE)
+    same_as_alone(world, subject, situation)
 
 
 @clause(
@@ -104,34 +99,20 @@ def test_what_one_micro_batch_uses_is_trained(world, subject, when):
 )
 def test_ranks_may_compute_in_another_order(world, subject):
     """Gradients that become ready in another order on each rank MUST NOT be mixed up."""
-    setup = Setup(toy="branches", uses=(("abc",), ("cba",)))
-    one_process_or_refusal(world, subject, Session.steps, setup, *THREE)
-
-
-def thaws(run, flag):
-    """Weights of a run in which a layer is frozen, or thawed, after the first step."""
-    run.step(1)
-    named = run.module.named_parameters()
-    chosen = [p for name, p in named if "frozen" in name or "second" in name]
-    if not chosen:
-        raise NotImplementedError("the module's parameters have other names: nothing to thaw")
-    for parameter in chosen:
-        parameter.requires_grad_(flag)
-    run.steps(2, 3)
+    same_as_alone(world, subject, f"branches-in-any-order: {THREE}")
 
 
 @clause("trainer.parameters.thawed-later", source="contract: thawed-later; fine-tuning by stages")
 def test_what_is_thawed_later_trains(world, subject):
     """A parameter that is thawed between steps MUST train from then on, or be an error."""
-    setup = Setup(toy="frozen", optimizer="momentum")
-    one_process_or_refusal(world, subject, thaws, setup, True)
+    line = "mlp momentum not-the-second: train 1, thaw 2, thaw 3, train 2, train 3"
+    same_as_alone(world, subject, line)
 
 
 @clause("trainer.parameters.frozen-later", source="contract: frozen-later; fine-tuning by stages")
 def test_what_is_frozen_later_stays(world, subject):
     """A parameter that is frozen between steps MUST stay as it is from then on, or be an error."""
-    setup = Setup(toy="mlp", optimizer="adamw")
-    one_process_or_refusal(world, subject, thaws, setup, False)
+    same_as_alone(world, subject, "mlp adamw: train 1, freeze 2, freeze 3, train 2, train 3")
 
 
 @clause(
@@ -144,18 +125,17 @@ def test_small_parameters_are_trained(world, subject):
 
     Toy "ragged" has layers with a single row, and a parameter of one element.
     """
-    setup = Setup(toy="ragged", optimizer="momentum")
-    same_as_one_process(world, subject, Session.steps, setup, 1, 2)
+    same_as_alone(world, subject, "ragged momentum: train 1, train 2")
 
 
 def described(ctx, subject, toy):
     """Names, shapes and dtypes of the full parameters, before and after a step."""
-    run = session(ctx, subject, Setup(toy=toy))
+    run = OnRank(ctx, subject, toy)
     found = []
     for number in (1, 2):
         whole = run.trainer.full_parameters()
         found.append({n: (tuple(t.shape), str(t.dtype)) for n, t in whole.items()})
-        run.trainer.step(run.micro_batches(number))
+        run.trainer.step(run.batches(number))
     return found
 
 
@@ -168,17 +148,9 @@ def test_full_parameters_have_the_plain_models_names(world, subject, toy):
     """Full parameters MUST have the plain model's names and shapes, and be float32."""
     ranks = world.run(described, subject, toy)
 
-    plain = Setup(toy=toy).module().named_parameters()
+    plain = module_of(Scene.of(toy)).named_parameters()
     wanted = {name: (tuple(p.shape), "torch.float32") for name, p in plain}
     judge.equal(ranks, [wanted, wanted], quantity="names, shapes and dtypes", given=f"toy {toy!r}")
-
-
-def reads_several_times(run):
-    """Weights of a run that reads them several times between steps."""
-    run.step(1)
-    run.note("read again")
-    run.note("read a third time")
-    run.steps(2, 3)
 
 
 @clause(
@@ -188,5 +160,4 @@ def reads_several_times(run):
 )
 def test_reading_weights_changes_nothing(world, subject):
     """Reading full parameters between steps, several times, MUST NOT change later training."""
-    setup = Setup(optimizer="momentum", accumulation=2)
-    same_as_one_process(world, subject, reads_several_times, setup)
+    same_as_alone(world, subject, "mlp momentum of-two: train 1, read, read, train 2, train 3")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from spec_tests.programs import draw
-from spec_tests.programs.laws.task import BUILDERS
+from spec_tests.programs.scene import TRAINERS
 from spec_tests.rig.clause import clauses
 
-clause = clauses(judges=BUILDERS, level="correct", worlds=(3,))
+clause = clauses(judges=TRAINERS, level="correct", worlds=(3,))
 
 
 @clause(

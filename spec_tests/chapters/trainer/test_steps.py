@@ -10,24 +10,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from spec_tests.programs.laws.task import (
-    BUILDERS,
-    Session,
-    Setup,
-    alone,
-    declared,
-    loss,
-    one_process_or_refusal,
-    same_as_one_process,
-    session,
-    tolerance,
-)
+from spec_tests.programs.law import same_as_alone
+from spec_tests.programs.one_trainer import OneProcess, loss
+from spec_tests.programs.scene import TRAINERS, Scene
+from spec_tests.programs.trained import OnRank, Run, follow, within
 from spec_tests.rig import judge
 from spec_tests.rig.clause import clauses
 from spec_tests.rig.ranks.errors import NotOffered
 
-clause = clauses(judges=BUILDERS, level="correct", worlds=(2,))
-THREE = (1, 2, 3)
+clause = clauses(judges=TRAINERS, level="correct", worlds=(2,))
+THREE = "train 1, train 2, train 3"
 
 
 @clause(
@@ -36,7 +28,7 @@ THREE = (1, 2, 3)
 @pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adamw"])
 def test_steps_train_as_one_process_does(world, subject, optimizer):
     """After every step the weights MUST be those of one process that gets all ranks' batches."""
-    same_as_one_process(world, subject, Session.steps, Setup(optimizer=optimizer), *THREE)
+    same_as_alone(world, subject, f"mlp {optimizer}: {THREE}")
 
 
 @clause(
@@ -44,14 +36,13 @@ def test_steps_train_as_one_process_does(world, subject, optimizer):
     source="contract: mean-gradient; DeepSpeed issue 7839",
     worlds=(3,),  # unlike the number of micro-batches: which of the two divides is seen
 )
-@pytest.mark.parametrize("accumulation", [2, 4])
-def test_micro_batches_are_averaged(world, subject, accumulation):
+@pytest.mark.parametrize("number", ["two", "four"])
+def test_micro_batches_are_averaged(world, subject, number):
     """The gradient of a step MUST be the mean over all its micro-batches, on all ranks.
 
     The first is lost where a gradient is overwritten, and all but the last where it is cleared.
     """
-    setup = Setup(accumulation=accumulation)
-    same_as_one_process(world, subject, Session.steps, setup, *THREE)
+    same_as_alone(world, subject, f"mlp of-{number}: {THREE}")
 
 
 @clause(
@@ -63,53 +54,44 @@ def test_every_group_keeps_its_options(world, subject, optimizer):
 
     Libraries that flatten parameters merge groups, or take the first one's options for all.
     """
-    setup = Setup(optimizer=optimizer, splits=True)
-    same_as_one_process(world, subject, Session.steps, setup, *THREE)
+    same_as_alone(world, subject, f"mlp {optimizer} two-groups: {THREE}")
 
 
 @clause(
     "trainer.step.layouts",
     source="contract: layouts; FSDP2 refuses parameters that are not contiguous",
 )
-@pytest.mark.parametrize("toy", ["conv", "strided", "buffers"])
+@pytest.mark.parametrize("toy", ["conv", "strided", "normalised"])
 def test_unusual_layouts_are_trained_or_refused(world, subject, toy):
     """Parameters of any memory layout MUST be trained as in one process, or be refused.
 
-    Toy "buffers" has an ordinary layout and batch normalisation beside it.
+    The last toy has an ordinary layout and batch normalisation beside it.
     """
-    setup = Setup(toy=toy, optimizer="momentum")
-    one_process_or_refusal(world, subject, Session.steps, setup, *THREE)
+    same_as_alone(world, subject, f"{toy} momentum: {THREE}")
 
 
-def ends(ctx, subject, setup, numbers):
-    """Weights after some steps, as this rank has them, twice."""
-    found = []
-    for _ in range(2):
-        run = session(ctx, subject, setup)
-        run.steps(*numbers)
-        found.append(run.seen)
-    return found
+def followed_twice(ctx, subject, scene, program):
+    """The weights after some steps, as this rank has them, twice."""
+    runs = (OnRank(ctx, subject, scene) for _ in range(2))
+    return [dict_of(run.follow(program)) for run in runs]
+
+
+def dict_of(shown):
+    """What calls showed, under names that say after which call."""
+    return {f"{name} after {call}": t for call, found in shown for name, t in found.items()}
 
 
 @clause("trainer.step.equal-runs-equal-bits", source="contract: equal-ranks, equal-runs")
 def test_equal_runs_give_equal_bits(world, subject):
     """All ranks MUST hold the same bits after every step, and a second equal run the same again."""
-    ranks = world.run(ends, subject, Setup(optimizer="adamw", accumulation=2), THREE)
+    program = tuple(("train", str(number)) for number in (1, 2, 3))
+    ranks = world.run(followed_twice, subject, "mlp adamw of-two", program)
 
     judge.same_on_all_ranks([first for first, _ in ranks], quantity="weight")
     for rank, (first, second) in enumerate(ranks):
         judge.tensors(
             [second], first, quantity="weight of the run before", given=f"rank {rank}, second run"
         )
-
-
-def from_unequal_starts(ctx, subject, setup):
-    """Weights after steps of ranks that began with other weights; and what was declared."""
-    run = session(ctx, subject, setup, plus=ctx.rank)
-    if declared(run.trainer).get("start") == "own":
-        raise NotImplementedError('declares["start"] is "own": the caller seeds all ranks alike')
-    run.steps(1, 2)
-    return {"seen": run.seen, "declares": declared(run.trainer)}
 
 
 @clause(
@@ -121,36 +103,14 @@ def test_training_starts_from_the_first_ranks_weights(world, subject):
 
     Equal updates on unequal weights stay unequal for ever, and each rank's loss falls.
     """
-    ranks = world.run(from_unequal_starts, subject, Setup())
-
-    declares = ranks[0]["declares"]
-    expected = alone(Session.steps, Setup(), 1, 2, ranks=range(world.size), declares=declares)
-    judge.tensors(
-        [rank["seen"] for rank in ranks],
-        expected,
-        quantity="weight trained from the first rank's start",
-        within=tolerance(Setup(), expected),
-    )
+    same_as_alone(world, subject, "mlp own-seeds: train 1, train 2")
 
 
-def reported(ctx, subject, setup):
-    """The losses that two steps return, None where a rank gets none."""
-    run = session(ctx, subject, setup)
-    losses = [run.trainer.step(run.micro_batches(number)) for number in (1, 2)]
-    found = [None if each is None else float(each) for each in losses]
-    return {"losses": found, "declares": declared(run.trainer)}
-
-
-def means(run, found):
-    """Mean losses of two steps by rank, with the weights that everyone has trained."""
-    for number in (1, 2):
-        each = run.setup.accumulation
-        with torch.no_grad():
-            losses = [loss(run.module, batch) for batch in run.micro_batches(number)]
-        found.append(
-            [torch.stack(losses[i : i + each]).mean() for i in range(0, len(losses), each)]
-        )
-        run.trainer.step(run.micro_batches(number))
+def reported(ctx, subject, scene):
+    """The losses that two steps return, None where a rank gets none; and what is declared."""
+    run = OnRank(ctx, subject, scene)
+    losses = [run.trainer.step(run.batches(number)) for number in (1, 2)]
+    return [None if each is None else float(each) for each in losses], run.declares
 
 
 @clause(
@@ -159,34 +119,28 @@ def means(run, found):
 )
 def test_the_loss_that_is_returned_is_a_mean(world, subject):
     """The loss that `step` returns MUST be the mean of this rank's micro-batches, or of all."""
-    setup = Setup(accumulation=3)
-    ranks = world.run(reported, subject, setup)
-
-    found: list[list[torch.Tensor]] = []
-    alone(means, setup, found, ranks=range(world.size), declares=ranks[0]["declares"])
-    losses = {rank: seen["losses"] for rank, seen in enumerate(ranks)}
-    reporting = {rank: seen for rank, seen in losses.items() if None not in seen}
-    if not reporting:
+    scene = Scene.of("mlp of-three")
+    losses, declares = zip(*world.run(reported, subject, scene), strict=True)
+    if all(None in each for each in losses):
         raise NotOffered("step() returns no loss")
-    within = tolerance(setup, {"step 1": found[0][0], "step 2": found[1][0]})
-    for rank, each in reporting.items():
-        for number, (seen, own) in enumerate(zip(each, found, strict=True), 1):
-            both = own[rank], torch.stack(own).mean()
+
+    one = OneProcess(scene, world.size, 0, declares[0], "")
+    everyone = Run(one, scene, one.module, range(world.size), 0)
+    for number in (1, 2):
+        batches = everyone.batches(number)
+        own = torch.stack([loss(one.module, each).detach() for each in batches])
+        own = own.view(world.size, -1).mean(1)
+        for rank, each in enumerate(losses):
+            both = own[rank], own.mean()
             judge.holds(
-                any(abs(seen - float(mean)) <= within.bound(mean) for mean in both),
+                None in each
+                or any(abs(each[number - 1] - m) <= within(scene, 2).bound(m) for m in both),
                 f"rank {rank}, step {number}: expected the mean loss of this rank, "
-                f"{float(both[0]):.6g}, or of all ranks, {float(both[1]):.6g}, got {seen:.6g}",
+                f"{both[0]:.6g}, or of all ranks, {both[1]:.6g}, got {each[number - 1]}",
                 likely="a sum, the last micro-batch's, or a mean over other steps",
-                given=str(setup),
+                given=str(scene),
             )
-
-
-def with_a_late_rank(run):
-    """Weights after steps in each of which another rank comes late."""
-    for number in (1, 2, 3):
-        if run.ranks[0] == number % 2:
-            run.late()
-        run.step(number)
+        one.step(batches)
 
 
 @clause(
@@ -196,13 +150,8 @@ def with_a_late_rank(run):
 )
 def test_a_late_rank_changes_nothing(world, subject):
     """When `step` returns, the weights MUST be the new ones, however late another rank came."""
-    setup = Setup(optimizer="momentum", accumulation=2)
-    same_as_one_process(world, subject, with_a_late_rank, setup)
-
-
-def declarations(ctx, subject):
-    """What a trainer declares."""
-    return declared(session(ctx, subject, Setup()).trainer)
+    line = "mlp momentum of-two: late 1, train 1, late 0, train 2, late 1, train 3"
+    same_as_alone(world, subject, line)
 
 
 @clause("trainer.step.declares-what-is-known", source="contract: declares")
@@ -213,7 +162,7 @@ def test_declarations_are_those_of_the_contract(world, subject):
         "gradient": ("mean", "sum"),
         "start": ("first-rank", "own"),
     }
-    ranks = world.run(declarations, subject)
+    ranks = [rank["declares"] for rank in world.run(follow, subject, Scene.of("mlp"), ())]
     for rank, found in enumerate(ranks):
         for name, choice in found.items():
             judge.holds(

@@ -9,15 +9,19 @@ whole batch is the oracle.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from spec_tests.programs.laws import refusal
 from spec_tests.rig import judge
 from spec_tests.rig.judge.tolerance import Tolerance, rounding
 from spec_tests.rig.ranks.rank import Context
@@ -216,18 +220,18 @@ class Trainee:
         optimizer.register_step_pre_hook(note)
         return cls(model, wrapped, optimizer, rates)
 
-    def train(self, ctx: Context, job: Job, batches: Iterator[Batch]) -> list[dict[str, float]]:
+    def train(
+        self, ctx: Context, job: Job, batches: Iterator[Batch], **options: Any
+    ) -> list[dict[str, float]]:
         """Call the implementation's loop; its records as plain dicts."""
-        records = ctx.impl.train(
-            self.wrapped,
-            self.optimizer,
-            batches,
-            steps=job.steps,
-            global_batch_size=job.global_batch,
-            micro_batch_size=job.micro_batch,
-            max_norm=job.max_norm,
-            lr=job.schedule if job.rate is not None else None,
-        )
+        asked = {
+            "steps": job.steps,
+            "global_batch_size": job.global_batch,
+            "micro_batch_size": job.micro_batch,
+            "max_norm": job.max_norm,
+            "lr": job.schedule if job.rate is not None else None,
+        }
+        records = ctx.impl.train(self.wrapped, self.optimizer, batches, **asked | options)
         return [plain(record) for record in records]
 
     def weights(self) -> dict[str, torch.Tensor]:
@@ -250,17 +254,71 @@ def plain(record: Any) -> dict[str, float]:
     return {n: float(found[n]) for n in FIELDS if n in found and found[n] is not None}
 
 
-def trained(ctx: Context, wrapper: str, job: Job) -> dict[str, Any]:
-    """One call of `train`: weights, records, rates used, batches taken."""
-    trainee = Trainee.of(ctx, wrapper, job.seed)
-    batches = Counted(job.micro_batches(ctx.rank))
-    records = trainee.train(ctx, job, batches)
+def trained(
+    ctx: Context,
+    wrapper: str,
+    job: Job,
+    *,
+    kind: Callable[..., torch.optim.Optimizer] = torch.optim.SGD,
+    before: Callable[[Context, Trainee], None] | None = None,
+    each: Callable[[Batch], Batch] = tuple,  # type: ignore[assignment]  # a pair stays one
+    ends: Sequence[int] | None = None,
+    calls: Sequence[int] = (),
+    environment: dict[str, str] | None = None,
+    may_raise: refusal.Kinds = (),
+    **options: Any,
+) -> dict[str, Any]:
+    """Calls of `train`: weights, records, rates used, batches taken, kinds of the error.
+
+    Args:
+        kind: of the optimizer.
+        before: what is done to the trainee before.
+        each: what is made of each batch.
+        ends: how many micro-batches there are, by rank; without end if left out.
+        calls: the steps of each call, one of the whole job if left out.
+        environment: variables that are set meanwhile.
+        may_raise: errors that are noted.
+        options: of `train`, in place of the job's.
+    """
+    trainee = Trainee.of(ctx, wrapper, job.seed, kind=kind)
+    if before is not None:
+        before(ctx, trainee)
+    own = islice(job.micro_batches(ctx.rank), None if ends is None else ends[ctx.rank])
+    batches, records = Counted(map(each, own)), []
+    with refusal.caught(may_raise) as error, mock.patch.dict(os.environ, environment or {}):
+        for steps in calls or (job.steps,):
+            records += trainee.train(ctx, at(job, steps=steps), batches, **options)
     return {
         "weights": trainee.weights(),
         "records": records,
         "rates": trainee.rates,
         "taken": batches.taken,
+        "kinds": error["kinds"],
     }
+
+
+def wrapper_at(world: Any, wrapper: str = "ddp") -> str:
+    """A plain model, which belongs to one process, in place of `ddp` where there is one."""
+    return "plain" if world.size == 1 and wrapper == "ddp" else wrapper
+
+
+def each_has(
+    world: Any,
+    wrapper: str,
+    job: Job,
+    seen: Callable[[dict[str, Any]], Any],
+    wanted: Any,
+    quantity: str,
+    **asked: Any,
+) -> None:
+    """On every rank `seen` of what `trained` returns must be what is wanted.
+
+    Args:
+        asked: of `trained`.
+    """
+    __tracebackhide__ = True
+    ranks = world.run(trained, wrapper, job, **asked)
+    judge.equal([seen(rank) for rank in ranks], wanted, quantity=quantity, given=str(job))
 
 
 def field_of(ranks: Sequence[dict[str, Any]], field: str) -> list[list[float]]:

@@ -7,6 +7,8 @@ peers in a collective.
 
 from __future__ import annotations
 
+from operator import itemgetter
+
 import pytest
 import torch
 
@@ -18,9 +20,10 @@ from spec_tests.chapters.training.loop import (
     Trainee,
     alone,
     at,
+    each_has,
     trained,
+    wrapper_at,
 )
-from spec_tests.programs.laws import refusal
 from spec_tests.rig import judge
 from spec_tests.rig.clause import clauses
 
@@ -39,30 +42,8 @@ def test_exactly_the_batches_of_the_steps_are_taken(world, subject, wrapper, acc
     Otherwise a loader's state after n steps is not that of n steps, and a resumed run loses data.
     """
     job = Job(1, accumulate, world.size, steps=3)
-    ranks = world.run(trained, wrapper, job)
-
-    judge.equal(
-        [rank["taken"] for rank in ranks],
-        job.steps * accumulate,
-        quantity="number of batches taken",
-        given=str(job),
-    )
-
-
-def refused(ctx, wrapper, job, global_batch):
-    """How `train` with a global batch that does not divide ends, and what it has done by then."""
-    trainee = Trainee.of(ctx, wrapper, job.seed)
-    batches = Counted(job.micro_batches(ctx.rank))
-    with refusal.caught() as error:
-        ctx.impl.train(
-            trainee.wrapped,
-            trainee.optimizer,
-            batches,
-            steps=2,
-            global_batch_size=global_batch,
-            micro_batch_size=job.micro_batch,
-        )
-    return {"kinds": error["kinds"], "updates": len(trainee.rates)}
+    wanted = job.steps * accumulate
+    each_has(world, wrapper, job, itemgetter("taken"), wanted, "number of batches taken")
 
 
 @clause(
@@ -75,30 +56,21 @@ def test_a_global_batch_that_does_not_divide_is_refused(world, subject):
 
     On all ranks: nobody goes on alone.
     """
-    job = Job(2, 2, world.size)
-    ranks = world.run(refused, "ddp", job, job.global_batch + 1)
-
-    for rank, found in enumerate(ranks):
+    job = Job(2, 2, world.size, steps=2)
+    asked = {"global_batch_size": job.global_batch + 1, "may_raise": Exception}
+    for rank, found in enumerate(world.run(trained, "ddp", job, **asked)):
         judge.holds(
-            "ValueError" in found["kinds"] and found["updates"] == 0,
+            "ValueError" in found["kinds"] and not found["rates"],
             f"rank {rank}: expected a ValueError before any update, got "
-            f"{(found['kinds'] or ['no error'])[0]} after {found['updates']} updates",
+            f"{(found['kinds'] or ['no error'])[0]} after {len(found['rates'])} updates",
             given=f"global batch {job.global_batch + 1}, micro-batch 2, {world.size} ranks",
         )
 
 
-def cut_short(ctx, wrapper, job, ends):
-    """How `train` ends when this rank's data do after `ends[rank]` micro-batches."""
-    trainee = Trainee.of(ctx, wrapper, job.seed)
-    own = list(job.micro_batches(ctx.rank, end=job.steps))[: ends[ctx.rank]]
-    records = []
-    with refusal.caught() as error:
-        records = trainee.train(ctx, job, Counted(iter(own)))
-    return {
-        "error": next(iter(error["kinds"]), None),
-        "records": len(records),
-        "weights": trainee.weights(),
-    }
+def cut_short(world, wrapper, job, ends=None):
+    """What `train` leaves on each rank where a rank's data end after `ends[rank]` micro-batches."""
+    ends = ends or [job.steps * job.accumulate] * world.size
+    return world.run(trained, wrapper, job, ends=ends, may_raise=Exception)
 
 
 @clause(
@@ -113,17 +85,16 @@ def test_a_step_without_all_its_data_is_not_taken_as_if_it_had_them(world, subje
     that step or, having looked at what there is, before the first.
     """
     job = Job(1, 3, world.size, steps=3)
-    ends = [2 * job.accumulate + left] * world.size
-    ranks = world.run(cut_short, "ddp", job, ends)
+    ranks = cut_short(world, "ddp", job, [2 * job.accumulate + left] * world.size)
 
     start, _, whole = alone(at(job, steps=2)).weights
     partial = alone(job, last_has=left).last
     for rank, found in enumerate(ranks):
-        allowed = (whole, partial, *([start] if found["error"] else []))
+        allowed = (whole, partial, *([start] if found["kinds"] else []))
         judge.holds(
             any(_is_close(found["weights"], right, job) for right in allowed),
             f"rank {rank}: expected the weights of 2 whole steps, or of these and a third with the "
-            f"mean over the {left} it has, got neither (error: {found['error']})",
+            f"mean over the {left} it has, got neither (error: {found['kinds'][:1]})",
             likely="the partial step was scaled by the full number of micro-batches, or filled up",
             given=f"{job}, data for 2 steps and {left} micro-batches",
         )
@@ -147,12 +118,12 @@ def test_no_rank_is_left_waiting_when_ones_data_end(world, subject):
     """When one rank's data end before the others', all MUST stop at the same step, none hang."""
     job = Job(1, 2, world.size, steps=3)
     ends = [job.steps * job.accumulate] * (world.size - 1) + [job.accumulate + 1]
-    ranks = world.run(cut_short, "ddp", job, ends)
+    ranks = cut_short(world, "ddp", job, ends)
 
     judge.same_on_all_ranks([rank["weights"] for rank in ranks], quantity="weight")
     judge.equal(
-        [rank["error"] is None for rank in ranks],
-        ranks[0]["error"] is None,
+        [not rank["kinds"] for rank in ranks],
+        not ranks[0]["kinds"],
         quantity="went on without an error:",
         given=f"micro-batches per rank {ends}",
     )
@@ -172,11 +143,11 @@ def test_ranks_agree_on_what_a_nan_on_one_of_them_means(world, subject, wrapper,
     So must a loss that is infinite where its gradient is not, and the other way round.
     """
     job = Job(2, 2, world.size, steps=3, poisoned_step=1, poison=poison)
-    ranks = world.run(cut_short, wrapper, job, [job.steps * job.accumulate] * world.size)
+    ranks = cut_short(world, wrapper, job)
 
     judge.equal(
-        [(rank["error"] is None, rank["records"]) for rank in ranks],
-        (ranks[0]["error"] is None, ranks[0]["records"]),
+        [(not rank["kinds"], len(rank["records"])) for rank in ranks],
+        (not ranks[0]["kinds"], len(ranks[0]["records"])),
         quantity="went on without an error, number of records:",
         given=f"{poison} on the last rank in step 1, {job}",
     )
@@ -197,9 +168,7 @@ def test_ranks_agree_on_what_a_nan_on_one_of_them_means(world, subject, wrapper,
 def test_a_nan_never_reaches_the_weights(world, subject, max_norm):
     """A step whose loss is not finite MUST NOT reach the weights."""
     job = Job(2, 2, world.size, steps=3, poisoned_step=1, max_norm=max_norm)
-    ranks = world.run(cut_short, "ddp", job, [job.steps * job.accumulate] * world.size)
-
-    for rank, found in enumerate(ranks):
+    for rank, found in enumerate(cut_short(world, "ddp", job)):
         bad = [name for name, weight in found["weights"].items() if not weight.isfinite().all()]
         judge.holds(not bad, f"rank {rank}: {bad} are not finite any more", given=str(job))
 
@@ -224,7 +193,7 @@ def batches_afterwards(ctx, wrapper, job):
 def test_what_a_batch_holds_stays_as_it_was(world, subject):
     """Ids and targets MUST be as they were after a step, those that do not count as well."""
     job = Job(2, 2, world.size, steps=2, targets="ragged")
-    ranks = world.run(batches_afterwards, "ddp" if world.size > 1 else "plain", job)
+    ranks = world.run(batches_afterwards, wrapper_at(world), job)
 
     judge.equal(
         ranks, [True] * (job.steps * job.accumulate), quantity="whether each batch stayed as it was"

@@ -9,6 +9,14 @@ Clipping: once per step, by the norm of the gradient that the optimizer sees.
 
 Clipping each micro-batch, or each rank's part, changes the direction of the step and not only its
 length: by 0.8 of it in an experiment. See Pascanu et al. 2013 and torch.nn.utils.clip_grad_norm_.
+
+Surroundings: batches come as slices of longer rows, and a process group need not be the world that
+a launcher wrote into the environment.
+
+Traffic: one copy of the gradients per optimizer step, however many micro-batches there are. The
+famous defect: `no_sync` around the backward alone. DistributedDataParallel decides in the *forward*
+whether to reduce, so every micro-batch is reduced; the numbers are right, the traffic is N times
+what it should be. The reverse, the forward alone, sends nothing at all.
 """
 
 from __future__ import annotations
@@ -24,12 +32,14 @@ from spec_tests.chapters.training.loop import (
     WRAPPERS,
     Counted,
     Job,
+    ToyLanguageModel,
     Trainee,
     alone,
     at,
     trained,
+    wrapper_at,
 )
-from spec_tests.programs.laws import refusal
+from spec_tests.programs.laws import refusal, traffic
 from spec_tests.rig import judge, strategies
 from spec_tests.rig.clause import clauses
 from spec_tests.rig.judge.symptoms import Hint
@@ -39,16 +49,25 @@ clause = clauses(judges=TRAIN, level="correct", worlds=(2, 3))
 TOKENS = "transformers issues 34191 and 34242; torchtune issue 1875"
 
 
-def wrapper_at(world, wrapper):
-    """A plain model, which belongs to one process, in place of `ddp` where there is one."""
-    return "plain" if world.size == 1 and wrapper == "ddp" else wrapper
+def judged(world, wrapper, job, *, given="", **asked):
+    """Every rank's step is that of one process with the whole batch.
+
+    Args:
+        asked: of `trained`.
+    """
+    __tracebackhide__ = True
+    judge_weights(world.run(trained, wrapper, job, **asked), job, given)
 
 
-def judged(ranks, job, *, given=""):
-    """Every rank's step is that of one process with the whole batch."""
+def judge_weights(ranks, job, given):
+    """The same of ranks that have trained."""
     __tracebackhide__ = True
     right = alone(job)
     start = right.weights[0]
+    wrong = {
+        "means": "the mean of the micro-batches' means: padding weighs as much as text",
+        "last": "the last micro-batch alone: the earlier ones were lost",
+    }
     judge.tensors(
         [_change(rank["weights"], start) for rank in ranks],
         _change(right.last, start),
@@ -56,10 +75,7 @@ def judged(ranks, job, *, given=""):
         within=job.tolerance(),
         hints=[
             Hint(means, _change(alone(job, weighting=name).last, start))
-            for name, means in (
-                ("means", "the mean of the micro-batches' means: padding weighs as much as text"),
-                ("last", "the last micro-batch alone: the earlier ones were lost"),
-            )
+            for name, means in wrong.items()
         ],
         given=", ".join(filter(None, [str(job), given])),
     )
@@ -79,7 +95,7 @@ def test_micro_batches_add_up_to_the_whole_batch(world, subject, micro, accumula
     Without a division by their number the step is N times too long; Adam would not show it.
     """
     job = Job(micro, accumulate, seed=seed)
-    judged(world.run(trained, "plain", job), job)
+    judged(world, "plain", job)
 
 
 @clause(
@@ -97,7 +113,7 @@ def test_ranks_train_as_one_process_does(world, subject, wrapper, micro, accumul
     over ranks exactly once, or not at all.
     """
     job = Job(micro, accumulate, world.size, seed=seed)
-    judged(world.run(trained, wrapper, job), job)
+    judged(world, wrapper, job)
 
 
 @clause("training.gradient.several-steps", level="course", source="contract: plain", worlds=(1, 2))
@@ -108,7 +124,7 @@ def test_every_step_starts_without_old_gradients(world, subject, wrapper):
     Every target counts here; what those weigh that are left is `training.gradient.token-weighted`.
     """
     job = Job(2, 2, world.size, steps=4)
-    judged(world.run(trained, wrapper_at(world, wrapper), job), job)
+    judged(world, wrapper_at(world, wrapper), job)
 
 
 @clause("training.gradient.token-weighted", source="contract: one-process; " + TOKENS)
@@ -122,7 +138,7 @@ def test_every_target_weighs_the_same(world, subject, wrapper, micro, accumulate
     0.9 of the gradient here, and of the loss that is reported.
     """
     job = Job(micro, accumulate, world.size, seed=seed, targets="ragged")
-    judged(world.run(trained, wrapper, job), job)
+    judged(world, wrapper, job)
 
 
 @clause(
@@ -138,16 +154,13 @@ def test_a_part_without_targets_contributes_nothing(world, subject, wrapper, whe
     """
     job = Job(2, 2, world.size, steps=2, targets=where)
 
-    judged(world.run(trained, wrapper, job), job)
+    judged(world, wrapper, job)
 
 
-def with_leftovers(ctx, wrapper, job):
-    """Training of a model whose gradients were left full by somebody."""
-    trainee = Trainee.of(ctx, wrapper, job.seed)
+def fill_gradients(ctx, trainee):
+    """Leave gradients full, as somebody did."""
     for parameter in trainee.model.parameters():
         parameter.grad = torch.full_like(parameter, 3.0 + ctx.rank)
-    trainee.train(ctx, job, Counted(job.micro_batches(ctx.rank)))
-    return {"weights": trainee.weights()}
 
 
 @clause(
@@ -159,9 +172,8 @@ def with_leftovers(ctx, wrapper, job):
 def test_gradients_from_before_do_not_count(world, subject, wrapper):
     """Gradients that are there when `train` is called MUST NOT enter the first step."""
     job = Job(2, 2, world.size)
-    ranks = world.run(with_leftovers, wrapper, job)
-
-    judged(ranks, job, given="gradients left full before the call")
+    given = "gradients left full before the call"
+    judged(world, wrapper, job, given=given, before=fill_gradients)
 
 
 def held_by_one(ctx, holder, job):
@@ -219,16 +231,8 @@ def in_a_group(ctx, job):
 def test_the_ranks_of_a_step_are_those_of_the_wrappers_group(world, subject):
     """A model whose wrapper got a process group MUST be trained by the ranks of that group."""
     job = Job(2, 2, world.size - 1, targets="ragged")
-    judged(world.run(in_a_group, job)[: job.world_size], job, given="the last rank takes no part")
-
-
-def in_two_calls(ctx, wrapper, job, first):
-    """The same steps in two calls over one iterator."""
-    trainee = Trainee.of(ctx, wrapper, job.seed)
-    batches = Counted(job.micro_batches(ctx.rank))
-    trainee.train(ctx, at(job, steps=first), batches)
-    trainee.train(ctx, at(job, steps=job.steps - first), batches)
-    return {"weights": trainee.weights(), "taken": batches.taken}
+    ranks = world.run(in_a_group, job)[: job.world_size]
+    judge_weights(ranks, job, given="the last rank takes no part")
 
 
 @clause(
@@ -241,7 +245,7 @@ def in_two_calls(ctx, wrapper, job, first):
 def test_training_in_two_calls_is_training_in_one(world, subject, wrapper):
     """Two calls over one iterator MUST train like one call with the sum of their steps."""
     job = Job(1, 3, world.size, steps=4)
-    judged(world.run(in_two_calls, wrapper, job, 1), job, given="1 and 3 steps")
+    judged(world, wrapper, job, given="1 and 3 steps", calls=(1, 3))
 
 
 TORCH = "torch.nn.utils.clip_grad_norm_"
@@ -249,13 +253,13 @@ TORCH = "torch.nn.utils.clip_grad_norm_"
 EPSILON = 1e-6
 
 
-def judge_clipped(ranks, job):
+def judge_clipped(world, wrapper, job):
     """Every rank's weights are those of one process that clips once."""
     __tracebackhide__ = True
     right = alone(job)
     slack = EPSILON / min(right.norms) * job.steps
     judge.tensors(
-        [rank["weights"] for rank in ranks],
+        [rank["weights"] for rank in world.run(trained, wrapper, job)],
         right.last,
         quantity="weight after clipped steps",
         within=job.tolerance().plus(slack, "1e-6 beside the norm"),
@@ -268,7 +272,7 @@ def judge_clipped(ranks, job):
 def test_the_whole_mean_gradient_is_clipped_once(world, subject, wrapper):
     """With max_norm the whole, reduced gradient MUST be clipped once, after all micro-batches."""
     job = Job(2, 2, world.size, steps=2, targets="ragged", max_norm=0.1)
-    judge_clipped(world.run(trained, wrapper, job), job)
+    judge_clipped(world, wrapper, job)
 
 
 @clause(
@@ -279,7 +283,7 @@ def test_a_gradient_below_the_bound_is_left_alone(world, subject, wrapper):
     """A gradient whose norm is below max_norm MUST be left as it is, neither cut nor stretched."""
     job = Job(2, 2, world.size, steps=2)
     bound = 1.05 * max(alone(job).norms)
-    judge_clipped(world.run(trained, wrapper, at(job, max_norm=bound)), at(job, max_norm=bound))
+    judge_clipped(world, wrapper, at(job, max_norm=bound))
 
 
 @clause(
@@ -314,4 +318,97 @@ def test_a_bound_of_zero_leaves_the_weights(world, subject):
 def test_the_gradient_of_shards_is_clipped_by_the_norm_of_the_whole(world, subject):
     """With max_norm, a model that `fully_shard` sharded MUST be clipped by the whole norm."""
     job = Job(2, 1, world.size, steps=2, max_norm=0.1)
-    judge_clipped(world.run(trained, "fully_shard", job), job)
+    judge_clipped(world, "fully_shard", job)
+
+
+LIE = {"RANK": "3", "LOCAL_RANK": "3", "WORLD_SIZE": "5", "LOCAL_WORLD_SIZE": "5"}
+
+
+@clause(
+    "training.gradient.world-of-the-group",
+    source="contract: world; a course's trainer divides by WORLD_SIZE",
+    worlds=(2,),
+)
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_the_process_group_says_how_many_ranks_there_are(world, subject, wrapper):
+    """The number of ranks MUST be read from the process group, not from the environment.
+
+    The two differ in a notebook, under a custom launcher, and on a sub-group.
+    """
+    job = Job(2, 2, world.size, steps=2)
+    judged(world, wrapper, job, given="WORLD_SIZE=5 in the environment", environment=LIE)
+
+
+@clause(
+    "training.gradient.in-pytorchs-wrapper",
+    level="production",
+    source="contract: ddp-model; "
+    "torch.nn.parallel.DistributedDataParallel: no finish, no_sync in a window",
+    worlds=(2, 3),
+)
+def test_pytorchs_wrapper_is_one_as_well(world, subject):
+    """A model in DistributedDataParallel MUST be trained like one in the loop's own wrapper."""
+    job = Job(2, 2, world.size, steps=2, targets="ragged")
+    judged(world, "torch", job, given="torch.nn.parallel.DistributedDataParallel")
+
+
+def sliced(batch):
+    """The same ids and targets as slices of longer rows."""
+    return tuple(map(_slice, batch))
+
+
+def _slice(rows):
+    longer = rows.new_zeros(len(rows), rows.shape[1] + 2)
+    longer[:, 1:-1] = rows
+    return longer[:, 1:-1]
+
+
+@clause(
+    "training.gradient.slices",
+    source="contract: slices; a course's trainer calls .view(-1) on tokens[:, 1:]",
+    worlds=(1, 2),
+)
+def test_batches_may_be_slices(world, subject):
+    """Ids and targets that are not contiguous in memory MUST be trained on alike.
+
+    Inputs and targets of a window are `tokens[:, :-1]` and `tokens[:, 1:]`: neither is contiguous.
+    """
+    job = Job(2, 2, world.size, targets="ragged")
+    judged(world, wrapper_at(world), job, given="slices of longer rows", each=sliced)
+
+
+def sent(ctx, wrapper, job):
+    """What a call of `train` sends, after a first one in which a wrapper may settle."""
+    trainee = Trainee.of(ctx, wrapper, job.seed)
+    batches = Counted(job.micro_batches(ctx.rank))
+    trainee.train(ctx, job, batches)
+    with ctx.recording() as recorder:
+        trainee.train(ctx, job, batches)
+    return recorder.log()
+
+
+@clause(
+    "training.traffic.one-reduction-per-step",
+    level="production",
+    source="accelerate issue 1726, sentence-transformers issue 4027, speechbrain issue 1802",
+    worlds=(2, 3),
+)
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_gradients_are_reduced_once_per_optimizer_step(world, subject, wrapper, accumulate):
+    """Each optimizer step MUST reduce every trainable element once, not once per micro-batch.
+
+    On the implementation's own wrapper. Token counts, losses and flags may be sent in addition.
+    """
+    job = Job(1, accumulate, world.size, steps=2)
+    logs = world.run(sent, wrapper, job)
+
+    sizes = [parameter.numel() for parameter in ToyLanguageModel(0).parameters()]
+    traffic.reduced_once(
+        logs,
+        numel=sum(sizes),
+        times=job.steps,
+        bookkeeping=job.steps * (8 * accumulate + 8 + 2 * len(sizes)),
+        likely="forward outside of no_sync, or no_sync not used: every micro-batch is reduced",
+        given=str(job),
+    )

@@ -7,29 +7,31 @@ after the scheduler has moved on belongs to another step.
 
 from __future__ import annotations
 
+from operator import itemgetter
+
 import pytest
 import torch
 
 from spec_tests.chapters.training.loop import (
     TRAIN,
     WRAPPERS,
-    Counted,
     Job,
-    Trainee,
     alone,
     as_series,
     at,
+    each_has,
     field_of,
     series,
     trained,
+    wrapper_at,
 )
-from spec_tests.programs.laws import refusal
 from spec_tests.rig import judge
 from spec_tests.rig.clause import clauses
 from spec_tests.rig.judge.symptoms import Hint
 from spec_tests.rig.judge.tolerance import rounding
 
 clause = clauses(judges=TRAIN, level="correct", worlds=(1, 2))
+RATES = "rates that the updates used"
 
 
 @clause(
@@ -40,13 +42,13 @@ clause = clauses(judges=TRAIN, level="correct", worlds=(1, 2))
 def test_there_is_one_record_and_one_update_per_step(world, subject, wrapper):
     """`train` MUST do as many updates as it is asked for, and return one record of each."""
     job = Job(1, 3, world.size, steps=4)
-    ranks = world.run(trained, wrapper, job)
-
-    judge.equal(
-        [(len(rank["records"]), len(rank["rates"])) for rank in ranks],
-        (job.steps, job.steps),
-        quantity="number of records and of updates",
-        given=str(job),
+    each_has(
+        world,
+        wrapper,
+        job,
+        lambda rank: [len(rank["records"]), len(rank["rates"])],
+        [job.steps, job.steps],
+        "number of records and of updates",
     )
 
 
@@ -61,15 +63,15 @@ def test_the_reported_loss_is_the_mean_over_all_targets(world, subject, wrapper,
     job = Job(2, 2, world.size, steps=3, targets=targets)
     ranks = world.run(trained, wrapper, job)
 
-    wrong = {name: alone(job, weighting=name).losses for name in ("means", "last")}
+    wrong = {"means": "the mean of the micro-batches' means", "last": "the last micro-batch's loss"}
     judge.tensors(
         series(ranks, "loss"),
         as_series("loss", alone(job).losses),
         quantity="loss of each step",
         within=job.tolerance(),
         hints=[
-            Hint("the mean of the micro-batches' means", as_series("loss", wrong["means"])),
-            Hint("the last micro-batch's loss", as_series("loss", wrong["last"])),
+            Hint(means, as_series("loss", alone(job, weighting=name).losses))
+            for name, means in wrong.items()
         ],
         given=str(job),
     )
@@ -90,20 +92,24 @@ def test_the_reported_tokens_are_those_that_counted(world, subject, wrapper):
     )
 
 
-@clause("training.records.grad-norm", source="contract: grad-norm")
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_the_reported_norm_is_that_of_the_mean_gradient(world, subject, wrapper):
-    """`grad_norm` MUST be the norm of the gradient that the update used, over all parameters."""
-    job = Job(2, 2, world.size, steps=3)
-    ranks = world.run(trained, wrapper, job)
-
+def judge_norms(world, wrapper, job):
+    """On every rank the norms that are reported are those of one process."""
+    __tracebackhide__ = True
     judge.tensors(
-        series(ranks, "grad_norm"),
+        series(world.run(trained, wrapper, job), "grad_norm"),
         as_series("grad_norm", alone(job).norms),
         quantity="gradient norm of each step",
         within=job.tolerance(),
         given=str(job),
     )
+
+
+@clause("training.records.grad-norm", source="contract: grad-norm")
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_the_reported_norm_is_that_of_the_mean_gradient(world, subject, wrapper):
+    """`grad_norm` MUST be the norm of the gradient that the update used, over all parameters."""
+    job = Job(2, 2, world.size, steps=3)
+    judge_norms(world, wrapper, job)
 
 
 @clause(
@@ -119,15 +125,7 @@ def test_the_reported_norm_is_that_before_clipping(world, subject, wrapper):
     Afterwards it is max_norm in every line of the log, and a spike cannot be seen.
     """
     job = Job(2, 2, world.size, steps=2, max_norm=0.1)
-    ranks = world.run(trained, wrapper, job)
-
-    judge.tensors(
-        series(ranks, "grad_norm"),
-        as_series("grad_norm", alone(job).norms),
-        quantity="gradient norm of each step",
-        within=job.tolerance(),
-        given=str(job),
-    )
+    judge_norms(world, wrapper, job)
 
 
 @clause("training.rate.pure-function-of-the-step", source="contract: schedule")
@@ -139,44 +137,21 @@ def test_each_update_uses_the_rate_of_its_step(world, subject, accumulate):
     times too fast. A warm-up begins at a rate of 0, which is a rate.
     """
     job = Job(1, accumulate, world.size, steps=4, rate=0.5, idle_step=0)
-    ranks = world.run(trained, "ddp" if world.size > 1 else "plain", job)
-
-    judge.equal(
-        [rank["rates"] for rank in ranks],
-        [job.schedule(step) for step in range(job.steps)],
-        quantity="rates that the updates used",
-        given=str(job),
-    )
+    wanted = [job.schedule(step) for step in range(job.steps)]
+    each_has(world, wrapper_at(world), job, itemgetter("rates"), wanted, RATES)
 
 
-def rates_of_two_calls(ctx, wrapper, job):
-    """Rates that the updates of two calls with one optimizer used; its groups have rates apart.
+class TooFewRates:
+    """A schedule of one step less: a StopIteration comes out of it."""
 
-    The optimizer counts its own steps.
-    """
-    trainee = Trainee.of(ctx, wrapper, job.seed, kind=torch.optim.Adam)
-    trainee.optimizer.param_groups[1]["lr"] = OWN_RATES[1]
-    batches = Counted(job.micro_batches(ctx.rank))
-    for _ in range(2):
-        trainee.train(ctx, job, batches)
-    return trainee.rates
+    def __init__(self, number):
+        self.left = number
 
-
-def with_too_few_rates(ctx, wrapper, job):
-    """Whether the call raised that was given a schedule of one step less."""
-    trainee = Trainee.of(ctx, wrapper, job.seed)
-    rates = iter([0.5] * (job.steps - 1))
-    with refusal.caught(BaseException) as caught:
-        ctx.impl.train(
-            trainee.wrapped,
-            trainee.optimizer,
-            job.micro_batches(ctx.rank),
-            steps=job.steps,
-            global_batch_size=job.global_batch,
-            micro_batch_size=job.micro_batch,
-            lr=lambda step: next(rates),
-        )
-    return bool(caught["kinds"])
+    def __call__(self, step):
+        self.left -= 1
+        if self.left < 0:
+            raise StopIteration
+        return 0.5
 
 
 @clause(
@@ -189,13 +164,18 @@ def with_too_few_rates(ctx, wrapper, job):
 def test_a_schedule_that_ends_early_is_an_error(world, subject):
     """Where `lr` raises StopIteration the call MUST raise, and not end like a finished run."""
     job = Job(1, 1, world.size, steps=3)
-    ranks = world.run(with_too_few_rates, "ddp" if world.size > 1 else "plain", job)
-
-    judge.equal(ranks, True, quantity="whether it raised, the answer", given=str(job))
+    asked = {"lr": TooFewRates(job.steps - 1), "may_raise": BaseException}
+    answer = "whether it raised, the answer"
+    each_has(world, wrapper_at(world), job, lambda rank: bool(rank["kinds"]), True, answer, **asked)
 
 
 OWN_RATES = (1.0, 0.25)
 CALLS = {"with-lr": 0.5, "without-lr": None}
+
+
+def set_own_rates(ctx, trainee):
+    """Give the groups rates apart."""
+    trainee.optimizer.param_groups[1]["lr"] = OWN_RATES[1]
 
 
 @clause("training.rate.of-each-call", source="contract: schedule, own-rates")
@@ -206,10 +186,10 @@ def test_each_call_begins_its_schedule_anew(world, subject, rate):
     A call is a phase of training, and who gives no schedule has set the rates.
     """
     job = Job(1, 1, world.size, steps=2, rate=CALLS[rate])
-    ranks = world.run(rates_of_two_calls, "ddp" if world.size > 1 else "plain", job)
-
+    # The optimizer counts its own steps.
+    asked = {"kind": torch.optim.Adam, "before": set_own_rates, "calls": (job.steps,) * 2}
     once = [job.schedule(step) if job.rate else [*OWN_RATES] for step in range(job.steps)]
-    judge.equal(ranks, once * 2, quantity="rates that the updates used", given=str(job))
+    each_has(world, wrapper_at(world), job, itemgetter("rates"), once * 2, RATES, **asked)
 
 
 @clause(
@@ -220,7 +200,7 @@ def test_each_call_begins_its_schedule_anew(world, subject, rate):
 def test_the_reported_rate_is_the_one_that_was_used(world, subject, given_by):
     """`lr` of a record MUST be the rate that its update used."""
     job = at(Job(2, 1, world.size, steps=3), rate=0.5 if given_by == "function" else None)
-    ranks = world.run(trained, "ddp" if world.size > 1 else "plain", job)
+    ranks = world.run(trained, wrapper_at(world), job)
 
     used = [as_series("lr", rank["rates"]) for rank in ranks]
     later = [as_series("lr", [*rank["rates"][1:], rank["rates"][-1]]) for rank in ranks]

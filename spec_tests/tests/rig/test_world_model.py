@@ -12,10 +12,11 @@ import torch
 from spec_tests.impls import parse
 from spec_tests.programs import declared, draw, explore, law, seeds
 from spec_tests.programs.alone import SEED, Alone, exposed
-from spec_tests.programs.calls import VERBS, WORDS, after, parsed, spelled
+from spec_tests.programs.calls import VERBS, after, parsed, spelled
 from spec_tests.programs.faults import FAULTS
 from spec_tests.programs.pieces import Piece, put_together
-from spec_tests.programs.scene import AXES, AXES_OF, OPTIMIZER, Scene, pairs
+from spec_tests.programs.scene import AXES, AXES_OF, OPTIMIZER, Scene
+from spec_tests.programs.words import WORDS
 from spec_tests.rig.judge import Situation, Violation, judging
 from spec_tests.rig.toys import TOYS, sum_of_squares
 
@@ -124,7 +125,7 @@ def test_every_two_words_meet_in_a_row(subject, size):
         for row in rows
         for pair in itertools.combinations((row.word(a) for a in AXES_OF[subject]), 2)
     }
-    assert pairs(subject, size, "production").keys() <= met
+    assert draw.pairs(subject, size, "production").keys() <= met
     assert all(row.exists(subject, size) for row in rows)
     assert len(rows) < 180
 
