@@ -7,7 +7,8 @@ calls of programs; `judge_gradients` compares with what one process has after th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import nn
 from spec_tests.programs import calls as programs
 from spec_tests.programs import law
 from spec_tests.programs.alone import SEED as SEED  # the chapter takes it from here
-from spec_tests.programs.laws import refusal
+from spec_tests.programs.laws import refusal, traffic
 from spec_tests.programs.laws.traffic import REDUCTIONS
 from spec_tests.programs.on_ranks import OnRank
 from spec_tests.programs.pieces import put_together
@@ -25,6 +26,7 @@ from spec_tests.programs.units import units_of as units_of
 from spec_tests.programs.ways import WAYS
 from spec_tests.rig import judge
 from spec_tests.rig.judge.oracle import Gradients, Named
+from spec_tests.rig.judge.symptoms import Hint
 from spec_tests.rig.ranks.rank import Context
 from spec_tests.rig.ranks.recorder import Log
 from spec_tests.rig.ranks.world import World
@@ -85,27 +87,6 @@ def of_integers(module: nn.Module) -> Any:
     return module
 
 
-def about(tensor: torch.Tensor | None) -> dict[str, Any]:
-    """What a parameter or gradient says about itself, as plain data."""
-    from torch.distributed.tensor import DTensor  # half a second, which only ranks need
-
-    if tensor is None:
-        return {}
-    found: dict[str, Any] = {
-        "is a Parameter": isinstance(tensor, nn.Parameter),
-        "is a DTensor": isinstance(tensor, DTensor),
-        "shape": tuple(tensor.shape),
-        "stride": tuple(tensor.stride()),
-        "dtype": str(tensor.dtype),
-        "requires_grad": tensor.requires_grad,
-    }
-    if isinstance(tensor, DTensor):
-        found["placements"] = str(tensor.placements)
-        found["mesh"] = tensor.device_mesh.mesh.tolist()
-        found["local shape"] = tuple(tensor.to_local().shape)
-    return found
-
-
 def kind_of(parameter: torch.Tensor, shape: torch.Size) -> str:
     """`WHOLE`, or what a parameter that had this shape is instead."""
     from torch.distributed.tensor import DTensor
@@ -115,18 +96,14 @@ def kind_of(parameter: torch.Tensor, shape: torch.Size) -> str:
     return f"{type(parameter).__name__} of shape {tuple(parameter.shape)}"
 
 
-def says_the_same(
-    seen: Mapping[str, Any], wanted: Mapping[str, Any], keys: Iterable[str], what: str, given: str
-) -> None:
-    """A tensor must say of itself what is wanted; keys of `about`."""
-    __tracebackhide__ = True
-    wrong = [key for key in keys if seen.get(key) != wanted.get(key)]
-    judge.holds(
-        not wrong,
-        f"{what}: expected { ({k: wanted.get(k) for k in wrong}) }, got "
-        f"{ ({k: seen.get(k) for k in wrong}) }",
-        given=given,
-    )
+def rows_of(tensor: torch.Tensor, rank: int, num_ranks: int) -> torch.Tensor:
+    """The rows that `torch.chunk` gives a rank: none where it makes fewer pieces."""
+    return (*tensor.chunk(num_ranks), *[tensor[:0]] * num_ranks)[rank]
+
+
+def kinds_of(model: nn.Module) -> list[str]:
+    """The names of the classes of a model's parameters."""
+    return sorted({type(parameter).__name__ for parameter in model.parameters()})
 
 
 def full_parameters(ctx: Context, model: nn.Module, names: Sequence[str]) -> Named:
@@ -185,17 +162,183 @@ def loss_of(ctx: Context, model: Any, toy: str, micro: int = 0, seed: int = SEED
     return ctx.world_size * sum_of_squares(model(batch))
 
 
+def toy_of(name: str) -> tuple[Callable[[], nn.Module], Callable[[int], torch.Tensor]]:
+    """How a toy is built, and the inputs of a rank."""
+    return partial(TOYS[name].build, SEED), lambda rank: TOYS[name].batch(SEED, rank=rank)
+
+
+def trajectory(ctx: Context, subject: str, toy: str, **options: Any) -> Named:
+    """Outputs of steps of AdamW in float32 on real-valued data, and the full weights at the end."""
+    model = sharded_toy(ctx, subject, toy, **options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+    generator = torch.Generator().manual_seed(1000 + ctx.rank)
+    found = {}
+    for step in range(4):
+        optimizer.zero_grad()
+        output = model(torch.randn(3, 6, generator=generator).to(ctx.device).clamp(-5, 5))
+        output.square().mean().backward()
+        finish(ctx, subject, model)
+        optimizer.step()
+        found[f"output {step}"] = output.detach()
+    names = [name for name, _ in TOYS[toy].build(SEED).named_parameters()]
+    return found | full_parameters(ctx, model, names)
+
+
 def recorded(ctx: Context, rank: OnRank, micro: str) -> tuple[Log, Log]:
     """What the forward and what the backward of a micro-batch send."""
     with ctx.recording() as forward:
         loss = rank.loss(micro)
     with ctx.recording() as backward:
         loss.backward()
+        rank.finish_backward()
     return forward.log(), backward.log()
 
 
-def gradients_sent(log: Log, toy: str) -> int:
-    """Elements in reductions that could hold a gradient of the toy; smaller ones are flags."""
-    least = min(parameter.numel() for parameter in TOYS[toy].build(SEED).parameters())
-    events = log.collectives(*REDUCTIONS)
-    return sum(event.numel for event in events if event.numel >= least)
+def sent_by(ctx: Context, subject: str, scene: str, *calls: str) -> Log:
+    """What the last of these programs sends, after the others, in a scene (rank body)."""
+    rank = on_rank(ctx, subject, scene)
+    for program in calls:
+        with ctx.recording() as recorder:
+            rank.follow(programs.parsed(program))
+    return recorder.log()
+
+
+def judge_sent(logs: Sequence[Log], gathered: int, reduced: int, given: str = "") -> None:
+    """Each rank must have gathered and reduced so many elements."""
+    __tracebackhide__ = True
+    for rank, log in enumerate(logs):
+        got = (traffic.gathered(log, len(logs)), traffic.reduced(log))
+        judge.holds(
+            got == (gathered, reduced),
+            f"rank {rank}: expected {gathered} elements gathered and {reduced} reduced, got "
+            f"{got[0]} and {got[1]}",
+            likely="a setting is not read, or something is gathered or reduced twice",
+            given=given,
+        )
+
+
+def judge_messages(logs: Sequence[Log], units: int, likely: str) -> None:
+    """A step may have two gathers and one reduction for each unit, or as many from each rank."""
+    __tracebackhide__ = True
+    for rank, log in enumerate(logs):
+        gathers = traffic.messages(log, len(logs), *traffic.GATHERS)
+        reductions = traffic.messages(log, len(logs), *REDUCTIONS)
+        judge.holds(
+            gathers <= 2 * units and reductions <= units,
+            f"rank {rank}: expected at most {2 * units} gathers and {units} reductions in a step "
+            f"for {units} units (a broadcast or reduce per rank is one), got {gathers:g} and "
+            f"{reductions:g}",
+            likely=likely,
+        )
+
+
+Call = Callable[[Any, torch.Tensor], Named]
+"""Calls a model with inputs; returns the outputs that the loss adds up, by name."""
+
+
+def inputs(rank: int) -> torch.Tensor:
+    """The inputs `[4, 6]` of a rank, where a model is no toy: small integers."""
+    return TOYS["mlp"].batch(SEED, rank=rank)
+
+
+def output_of(model: Any, x: torch.Tensor) -> Named:
+    """The one output of a model."""
+    return {"output": model(x)}
+
+
+def step_of(
+    ctx: Context,
+    subject: str,
+    module: nn.Module,
+    call: Call = output_of,
+    prepare: Callable[[Any], None] = lambda model: None,
+    batch: Callable[[int], torch.Tensor] = inputs,
+    units: str | Sequence[str] = "children",
+    notes_late: bool = False,
+    **options: Any,
+) -> dict[str, Any]:
+    """What a step of SGD with a rate of one shows of a clause's own model (rank body).
+
+    "weights" are the full ones after it, "kinds" the classes of parameters between forward and
+    backward, "trained" the names of shards with a gradient, "late" an error of the backward.
+
+    Args:
+        prepare: is given the sharded model before the step.
+        notes_late: an error of the backward is noted, and not raised.
+    """
+    names = [name for name, _ in module.named_parameters()]
+    model = shard(ctx, subject, module.to(ctx.device), units, **options)
+    prepare(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    x = batch(ctx.rank).to(ctx.device).requires_grad_()
+    outputs = call(model, x)
+    kinds = kinds_of(model)
+    loss: Any = ctx.world_size * sum(map(sum_of_squares, outputs.values()))
+    with refusal.caught(Exception if notes_late else ()) as late:
+        loss.backward()
+    trained = [name for name, p in model.named_parameters() if p.grad is not None]
+    if not late["error"]:
+        finish(ctx, subject, model)
+        optimizer.step()
+    return {
+        "trained": None if subject == "fsdp" else trained,
+        "late": late["error"],
+        "kinds": kinds,
+        "output": {name: output.detach() for name, output in outputs.items()},
+        "input": {"x": x.grad},
+        "weights": _weights(ctx, subject, model, names),
+    }
+
+
+def _weights(ctx: Context, subject: str, model: Any, names: Sequence[str]) -> Named:
+    if subject == "fsdp":
+        return full_parameters(ctx, model, names)
+    whole = [(n, getattr(p, "full_tensor", lambda p=p: p)()) for n, p in model.named_parameters()]
+    return {name: value.detach().clone() for name, value in whole}
+
+
+def judge_step(
+    ranks: Sequence[dict[str, Any]],
+    build: Callable[[], nn.Module],
+    call: Call = output_of,
+    batch: Callable[[int], torch.Tensor] = inputs,
+    given: str = "",
+) -> None:
+    """What `step_of` found must be what one process finds with the batches of all ranks."""
+    __tracebackhide__ = True
+    late = next((rank["late"] for rank in ranks if rank["late"]), "")
+    judge.holds(
+        not late,
+        f"expected right gradients, or an error of the forward, got one of the backward: {late}",
+        likely="what the loss reaches is not seen: its backward finds weights that were freed",
+        given=given,
+    )
+    plain: Any = build()
+    before = {name: p.detach().clone() for name, p in plain.named_parameters()}
+    batches = [batch(rank).requires_grad_() for rank in range(len(ranks))]
+    outputs = [call(plain, x) for x in batches]
+    loss: Any = sum(sum_of_squares(y) for of_rank in outputs for y in of_rank.values())
+    loss.backward()
+    trained = [name for name, p in plain.named_parameters() if p.grad is not None]
+    torch.optim.SGD(plain.parameters(), lr=1.0).step()
+    judge.tensors(
+        [rank["output"] for rank in ranks],
+        [{name: y.detach() for name, y in of_rank.items()} for of_rank in outputs],
+        quantity="output",
+        given=given,
+    )
+    judge.tensors(
+        [rank["input"] for rank in ranks],
+        [{"x": None if x.grad is None else len(ranks) * x.grad} for x in batches],  # type: ignore[misc]  # as observed
+        quantity="gradient of the input",
+        given=given,
+    )
+    judge.tensors(
+        [rank["weights"] for rank in ranks],
+        {name: p.detach() for name, p in plain.named_parameters()},
+        quantity="weight after one step",
+        hints=[Hint("the weight from before: no gradient came", before)],
+        given=given,
+    )
+    said = [rank["trained"] for rank in ranks if rank["trained"] is not None]
+    judge.equal(said, trained, quantity="parameters with a gradient", given=given)

@@ -1,14 +1,15 @@
 """Backward: each rank gets its rows of the mean gradient, whatever the graph looks like.
 
 Reduction hangs on hooks, and hooks fire where autograd takes them: not for an embedding, whose
-input has no gradient; twice for a module that is used twice; never for a branch that was not taken.
+input has no gradient; twice for a module that is used twice; never for a branch that was not taken,
+for what is frozen in this step, or for what other ranks use.
 Arithmetic is exact throughout, so that every right implementation is bit-equal to one process with
 the whole batch. See Zhao et al. 2023, section 3.2.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
 import pytest
 import torch
@@ -17,19 +18,15 @@ from torch import nn
 from spec_tests.chapters.fsdp.sharded import (
     BOTH,
     FULLY_SHARD,
-    SEED,
-    divisible,
-    finish,
-    full_parameters,
     gradients_as_after,
+    judge_step,
     of_integers,
     on_rank,
-    shard,
+    step_of,
 )
 from spec_tests.programs.law import same_as_alone, situations
-from spec_tests.rig import judge
+from spec_tests.programs.laws import refusal
 from spec_tests.rig.clause import clauses
-from spec_tests.rig.toys import TOYS, sum_of_squares
 
 clause = clauses(judges=FULLY_SHARD, level="correct", worlds=(2, 3))
 
@@ -104,18 +101,6 @@ def test_what_is_gathered_together_changes_no_gradient(world, subject, situation
 
 
 @clause(
-    "fsdp.backward.two-dtypes-in-a-unit",
-    source="contract: mixed-dtypes; test_fully_shard_mixed_precision",
-)
-def test_a_unit_of_two_dtypes_has_mean_gradients_or_is_refused(world, subject):
-    """A unit whose parameters have two dtypes MUST get mean gradients of each, or be refused.
-
-    One flat buffer takes the dtype of whatever comes first in it, on each rank perhaps another.
-    """
-    same_as_alone(world, subject, "two-dtypes root: backward 0, zero_grad none, backward 1")
-
-
-@clause(
     "fsdp.backward.frozen-subset",
     source="contract: frozen-none; test_fully_shard_frozen, which freezes whole modules only",
     worlds=(3,),
@@ -144,13 +129,14 @@ def test_parameters_may_be_frozen_and_thawed_between_steps(world, subject):
     )
 
 
-def gradient_of_input(ctx, subject, toy):
-    """The gradient that arrives at this rank's own inputs."""
-    rank = on_rank(ctx, subject, toy)
-    batch = TOYS[toy].batch(SEED, rank=ctx.rank).to(ctx.device).requires_grad_()
-    (ctx.world_size * sum_of_squares(rank.wrapped(batch))).backward()
-    rank.finish_backward()
-    return {"input": batch.grad}
+def through_layers(ctx, subject, activation):
+    """A step of a model of layers."""
+    return step_of(ctx, subject, layers(activation))
+
+
+def layers(activation):
+    """Two layers with an activation after the first."""
+    return of_integers(nn.Sequential(nn.Linear(6, 12), activation, nn.Linear(12, 12)))
 
 
 @clause(
@@ -161,15 +147,9 @@ def gradient_of_input(ctx, subject, toy):
 )
 def test_gradients_of_inputs_are_not_averaged(world, subject):
     """The gradient of a rank's inputs MUST be its own, neither averaged nor divided."""
-    toy = divisible(subject, "mlp")
-    ranks = world.run(gradient_of_input, subject, toy)
+    ranks = world.run(through_layers, subject, nn.ReLU())
 
-    expected = []
-    for rank in range(world.size):
-        batch = TOYS[toy].batch(SEED, rank=rank).requires_grad_()
-        (world.size * sum_of_squares(TOYS[toy].build(SEED)(batch))).backward()
-        expected.append({"input": batch.grad})
-    judge.tensors(ranks, expected, quantity="gradient of the input")
+    judge_step(ranks, partial(layers, nn.ReLU()))
 
 
 @clause(
@@ -195,25 +175,6 @@ def test_a_unit_may_be_left_out_and_come_back(world, subject, situation):
     same_as_alone(world, subject, situation)
 
 
-def in_place_after_layers(ctx, subject):
-    """Weights after a step of a model that changes the outputs of its layers in place."""
-    module = in_place().to(ctx.device)
-    names = [name for name, _ in module.named_parameters()]
-    model = shard(ctx, subject, module)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    x = TOYS["mlp"].batch(SEED, rank=ctx.rank).to(ctx.device)
-    (ctx.world_size * model(x).sum()).backward()
-    finish(ctx, subject, model)
-    optimizer.step()
-    return full_parameters(ctx, model, names)
-
-
-def in_place() -> Any:
-    """Layers with activations that write over what they are given."""
-    layers = [nn.Linear(6, 12), nn.ReLU(inplace=True), nn.Linear(12, 12), nn.ReLU(inplace=True)]
-    return of_integers(nn.Sequential(*layers, nn.Linear(12, 12)))
-
-
 @clause(
     "fsdp.backward.in-place-after-a-layer",
     judges=BOTH,
@@ -223,14 +184,9 @@ def in_place() -> Any:
 )
 def test_the_output_of_a_sharded_layer_may_be_changed_in_place(world, subject):
     """Where outputs of sharded layers are changed in place, a step MUST use the mean gradient."""
-    ranks = world.run(in_place_after_layers, subject)
+    ranks = world.run(through_layers, subject, nn.ReLU(inplace=True))
 
-    plain = in_place()
-    for rank in range(world.size):
-        plain(TOYS["mlp"].batch(SEED, rank=rank)).sum().backward()
-    torch.optim.SGD(plain.parameters(), lr=1.0).step()
-    wanted = {name: p.detach() for name, p in plain.named_parameters()}
-    judge.tensors(ranks, wanted, quantity="weight after one step")
+    judge_step(ranks, partial(layers, nn.ReLU(inplace=True)))
 
 
 def entangled(ctx, subject, scene, how):
@@ -306,3 +262,109 @@ def test_gradients_are_sharded_as_their_parameters_are(world, subject, situation
     None where a rank has no rows, and its peers wait for it in the next clipping.
     """
     same_as_alone(world, subject, situation, looks=("form",))
+
+
+FREEZING = "freeze 1, freeze 2, zero_grad none, backward 1"
+THAWING = "thaw 1, thaw 2, zero_grad none, backward 2"
+KEPT = {
+    # Nothing is updated, so that full weights from before stay current.
+    "backward": f"keep True, backward 0, {FREEZING}, {THAWING}",
+    "evaluation": f"evaluate 5, backward 0, evaluate 5, {FREEZING}, evaluate 5, {THAWING}",
+}
+
+
+@clause(
+    "fsdp.backward.frozen-while-kept",
+    source="contract: freezing; full weights that outlive their pass",
+)
+@situations({how: f"stack nested: {program}" for how, program in KEPT.items()})
+def test_parameters_whose_full_weights_are_kept_may_be_frozen_and_thawed(world, subject, situation):
+    """Freezing and thawing MUST count at the next forward, also where full weights are kept."""
+    same_as_alone(world, subject, situation)
+
+
+class Branches(nn.Module):
+    """Layers of one shape in one unit; `used` says which of them a forward calls.
+
+    A layer with a "-" before its name is not called: its parameters get a gradient of -0.0. With a
+    "~" they get the smallest negative number, of which a mean over ranks is -0.0.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both, self.first, self.second = (nn.Linear(4, 4) for _ in range(3))
+        self.never = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, used: tuple[str, ...]) -> torch.Tensor:
+        for name in used:
+            layer = self.get_submodule(name.strip("-~"))
+            if name.startswith("-"):
+                x = x + sum(-0.0 * p.sum() for p in layer.parameters())
+            elif name.startswith("~"):
+                x = x + sum(0.0 * with_smallest_gradient(p).sum() for p in layer.parameters())
+            else:
+                x = layer(x)
+        return 1 * x
+
+
+def with_smallest_gradient(parameter: torch.Tensor) -> torch.Tensor:
+    """Return a copy whose gradient is the negative number that is closest to zero."""
+    copied = 1.0 * parameter
+    copied.register_hook(lambda g: torch.nextafter(torch.zeros_like(g), -torch.ones_like(g)))
+    return copied
+
+
+def used_by(rank: int, case: str) -> tuple[str, ...]:
+    """What a rank uses: a layer that others do not, one more than they, or none of all."""
+    if case.endswith("negative-zero"):
+        sign = "~" if case.startswith("underflow") else "-"
+        return ("both",) if rank else ("both", f"{sign}first")
+    if case == "one-each":
+        return ("both", "second" if rank else "first")
+    if case == "none":
+        return () if rank else ("both", "first")
+    return ("both",) if rank else ("both", "first")
+
+
+def numbered(rank: int) -> torch.Tensor:
+    """The inputs of a rank: integers, of which the first is its number."""
+    return torch.arange(8.0).view(2, 4) % 3 + rank
+
+
+def use_own(case, model, x):
+    """The output where each rank uses its own layers."""
+    return {"output": model(x, used_by(int(x[0, 0]), case) if case else ("both",))}
+
+
+def branches():
+    """The model, of integers."""
+    return of_integers(Branches())
+
+
+def branched(ctx, subject, case):
+    """A step; every rank calls the unit, each its own layers in it."""
+    return step_of(ctx, subject, branches(), partial(use_own, case), batch=numbered, units="root")
+
+
+@clause(
+    "fsdp.backward.unused-on-some-ranks",
+    level="production",
+    source="contract: unused-somewhere; "
+    "torch.distributed.fsdp, set_reduce_scatter_unused_params; a gate, an expert, a head",
+)
+@pytest.mark.parametrize(
+    "case", ["one-each", "one-more", "none", "negative-zero", "underflow-to-negative-zero"]
+)
+def test_what_some_ranks_do_not_use_is_averaged_with_zero(world, subject, case):
+    """In a unit that all ranks call, a parameter that some use MUST get the mean, or an error.
+
+    The absent count as zero. Messages that hold what this rank used, and no more, meet others of
+    another meaning, or of another size. A gradient of -0.0 is a gradient, also where only the
+    division of the sum made it -0.0: an optimizer with weight decay updates what has one, and must
+    do so on all ranks or on none.
+    """
+    ordinary = (branched, subject, "")
+    ranks = refusal.answer_or_refusal(world, branched, subject, case, ordinary=ordinary)
+
+    if ranks is not None:
+        judge_step(ranks, branches, partial(use_own, case), numbered, given=case)

@@ -1,22 +1,55 @@
-"""Containers of one's own: dicts, lists and dataclasses of classes that PyTorch has not met."""
+"""Containers: inputs and outputs in dicts, lists, named tuples and dataclasses."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import nn
 
-from spec_tests.chapters.fsdp.sharded import FULLY_SHARD, of_integers
+from spec_tests.chapters.fsdp.sharded import BOTH, FULLY_SHARD, judge_step, of_integers, step_of
+from spec_tests.chapters.fsdp.test_precision import in_half
 from spec_tests.programs.laws import refusal
 from spec_tests.rig import judge
 from spec_tests.rig.clause import clauses
-from spec_tests.rig.judge.symptoms import Hint
-from spec_tests.rig.toys import TOYS
 
-clause = clauses(judges=FULLY_SHARD, level="production", worlds=(2,))
+clause = clauses(judges=FULLY_SHARD, level="correct", worlds=(2, 3))
+
+
+class Both(NamedTuple):
+    """A tuple with names."""
+
+    y: torch.Tensor
+    z: torch.Tensor
+
+
+@dataclass
+class Found:
+    """An output with names, as many models give it."""
+
+    y: torch.Tensor
+    z: torch.Tensor
+
+
+@dataclass
+class Nested:
+    """The same in fields that are containers."""
+
+    first: list[torch.Tensor]
+    second: dict[str, torch.Tensor]
+
+    @property
+    def y(self) -> torch.Tensor:
+        """The first of the two."""
+        return self.first[0]
+
+    @property
+    def z(self) -> torch.Tensor:
+        """The second of the two."""
+        return self.second["z"]
 
 
 class Bag(dict[str, Any]):
@@ -28,115 +61,166 @@ class Row(list[Any]):
 
 
 @dataclass
-class Doubles:
+class Doubles(Found):
     """Code of its own runs when one is made."""
 
-    x: torch.Tensor
-
     def __post_init__(self) -> None:
-        self.x = 2 * self.x
+        self.y = 2 * self.y
 
 
 @dataclass
 class FilledLater:
-    """A field that is not among the arguments."""
+    """Fields that are not among the arguments."""
 
-    x: torch.Tensor = field(init=False)
+    y: torch.Tensor = field(init=False)
+    z: torch.Tensor = field(init=False)
 
 
-def filled(x: torch.Tensor) -> FilledLater:
+def filled(y: torch.Tensor, z: torch.Tensor) -> FilledLater:
     """One of them, filled."""
     made = FilledLater()
-    made.x = x
+    made.y, made.z = y, z
     return made
 
 
 KINDS: dict[str, Any] = {
-    "dict": lambda x: Bag(x=x),
-    "list": lambda x: Row([x]),
+    "containers": lambda y, z: {"y": y, "z": z},
+    "second-alone": lambda y, z: {"y": y, "z": z},
+    "named-tuple": Both,
+    "dataclass": Found,
+    "dataclass-of-containers": lambda y, z: Nested([y], {"z": z}),
+}
+BOXES: dict[str, Any] = {
+    "list": lambda y, z: [y, z],
+    "dict": KINDS["containers"],
+    "dataclass": Found,
+}
+OWN: dict[str, Any] = {
+    "dict": lambda y, z: Bag(y=y, z=z),
+    "list": lambda y, z: Row([y, z]),
     "computing-dataclass": Doubles,
     "dataclass-filled-later": filled,
 }
 
 
-def held(box: Any) -> torch.Tensor:
-    """What a container holds."""
-    found: torch.Tensor = (
-        box["x"] if isinstance(box, dict) else box[0] if isinstance(box, list) else box.x
-    )
-    return found
+def held(box: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """The two tensors that a container holds."""
+    if isinstance(box, dict):
+        return box["y"], box["z"]
+    return (box[0], box[1]) if isinstance(box, list) else (box.y, box.z)
 
 
-class Layer(nn.Module):
-    """Takes its input in a container, and gives its output in one."""
+class Inner(nn.Module):
+    """Two layers whose inputs and outputs sit in containers that `make` makes."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, make: Any) -> None:
         super().__init__()
-        self.kind = kind
-        self.linear = nn.Linear(6, 12)
+        self.linear, self.other = nn.Linear(6, 12), nn.Linear(6, 12)
+        self.make = make
 
-    def forward(self, box: Any) -> Any:
-        return KINDS[self.kind](self.linear(held(box)))
+    def forward(self, *, batch: Any, scale: int) -> Any:
+        x, bias = held(batch)
+        return self.make(self.linear(x) * scale, self.other(x + bias).abs())
 
 
-class Model(nn.Module):
-    """Two units that hand a container from one to the other; `plain` for no container."""
+class Structured(nn.Module):
+    """Takes nested containers by keyword, and gives them."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, make: Any) -> None:
         super().__init__()
-        self.kind = kind
-        self.first = nn.Linear(6, 6)
-        self.layer = Layer(kind)
+        self.gain = nn.Parameter(torch.empty(6))
+        self.inner = Inner(make)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return held(self.layer(KINDS[self.kind](self.first(x))))
+    def forward(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        x = inputs["x"] * self.gain
+        y, z = held(self.inner(batch=self.inner.make(x, torch.ones_like(x)), scale=2))
+        return {"parts": (y, [z]), "times": 2}
 
 
-def contained(ctx, subject, kind):
-    """The output, and the weights after a step."""
-    model = of_integers(nn.Linear(6, 12) if kind is None else Model(kind)).to(ctx.device)
-    if kind is not None:
-        ctx.impl.fully_shard(model.layer)
-    ctx.impl.fully_shard(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    output = model(TOYS["mlp"].batch(7, rank=ctx.rank).to(ctx.device))
-    (ctx.world_size * output.square().sum()).backward()
-    optimizer.step()
-    weights = {name: p.full_tensor().detach() for name, p in model.named_parameters()}
-    return {"output": output.detach(), "weights": weights}
+def built(make: Any) -> Any:
+    """A model of integers."""
+    return of_integers(Structured(make))
+
+
+def called(model: Any, x: torch.Tensor, second_alone: bool = False) -> dict[str, torch.Tensor]:
+    """Both outputs, or the second alone; a number comes through as it is."""
+    found = model(inputs={"x": x})
+    first, (second,) = found["parts"]
+    return {"second": second} | ({} if second_alone else {"first": first * found["times"]})
+
+
+def contained(ctx, subject, kind, is_own=False):
+    """A step through containers of a kind."""
+    make = (OWN if is_own else KINDS)[kind]
+    call = partial(called, second_alone=kind == "second-alone")
+    is_noted = kind.startswith("dataclass") and not is_own
+    return step_of(ctx, subject, built(make), call, notes_late=is_noted)
+
+
+@clause(
+    "fsdp.forward.nested-containers",
+    judges=BOTH,
+    source="contract: containers, same-containers; "
+    "test_fully_shard_training: inputs and outputs in containers, keyword arguments",
+)
+@pytest.mark.parametrize("outputs", KINDS)
+def test_inputs_and_outputs_may_sit_in_containers(world, subject, outputs):
+    """Inputs by keyword and outputs in nested containers MUST get right gradients.
+
+    A hook on tensors alone, or on the first of them, never sees that such a module's backward
+    begins. A dataclass may be refused, by the forward.
+    """
+    may_refuse = outputs.startswith("dataclass")
+    usual = (contained, subject, "containers")
+    case = (contained, subject, outputs)
+    answer = partial(refusal.answer_or_refusal, world, ordinary=usual) if may_refuse else world.run
+    ranks = answer(*case)
+
+    if ranks is not None:
+        call = partial(called, second_alone=outputs == "second-alone")
+        judge_step(ranks, partial(built, KINDS[outputs]), call, given=outputs)
 
 
 @clause(
     "fsdp.forward.containers-of-ones-own",
+    level="production",
     source="contract: own-containers; UserDict, ModelOutput, a batch",
+    worlds=(2,),
 )
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", OWN)
 def test_containers_of_ones_own_classes_are_taken_or_refused(world, subject, kind):
     """Tensors in dicts, lists and dataclasses of one's own MUST be seen, or an error says no.
 
     One that is not looked into hides that its backward begins; one that is made anew runs the
     code of its class a second time, and forgets what is no argument of it.
     """
-    ordinary = (contained, subject, None)
-    ranks = refusal.answer_or_refusal(world, contained, subject, kind, ordinary=ordinary)
+    usual = (contained, subject, "containers")
+    ranks = refusal.answer_or_refusal(world, contained, subject, kind, True, ordinary=usual)
 
-    if ranks is None:
-        return
-    plain = of_integers(Model(kind))
-    before = {name: p.detach().clone() for name, p in plain.named_parameters()}
-    outputs = [plain(TOYS["mlp"].batch(7, rank=rank)) for rank in range(world.size)]
-    sum(output.square().sum() for output in outputs).backward()
-    torch.optim.SGD(plain.parameters(), lr=1.0).step()
-    judge.tensors(
-        [{"y": rank["output"]} for rank in ranks],
-        [{"y": output.detach()} for output in outputs],
-        quantity="output",
-        given=kind,
-    )
-    judge.tensors(
-        [rank["weights"] for rank in ranks],
-        {name: p.detach() for name, p in plain.named_parameters()},
-        quantity="weight after one step",
-        hints=[Hint("the weight from before: no gradient came", before)],
-        given=kind,
-    )
+    if ranks is not None:
+        judge_step(ranks, partial(built, OWN[kind]), called, given=kind)
+
+
+def boxed(ctx, subject, kind):
+    """Whether the caller's container holds the caller's tensors after a forward."""
+    x = torch.ones(2, 6, device=ctx.device, requires_grad=True)
+    box = BOXES[kind](x, x)
+    in_half(ctx, subject, Inner(KINDS["containers"]), "root")(batch=box, scale=2)
+    return [tensor is x for tensor in held(box)]
+
+
+@clause(
+    "fsdp.precision.callers-inputs",
+    needs=("MixedPrecisionPolicy",),
+    source="contract: same-containers, dataclasses",
+    worlds=(2,),
+)
+@pytest.mark.parametrize("kind", BOXES)
+def test_what_is_cast_on_the_way_in_stays_the_callers(world, subject, kind):
+    """A forward MUST leave what a container of inputs holds as it was, or refuse a dataclass."""
+    usual = (boxed, subject, "list")
+    ranks = refusal.answer_or_refusal(world, boxed, subject, kind, ordinary=usual)
+
+    judge.holds(ranks is not None or kind == "dataclass", f"expected a {kind} to be taken")
+    if ranks is not None:
+        judge.equal(ranks, [True, True], quantity="whether the box holds the same tensors:")

@@ -7,7 +7,7 @@ shard as if it were the weight. And a parameter that is left out is left out of 
 
 from __future__ import annotations
 
-import contextlib
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,12 +15,17 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from spec_tests.chapters.fsdp.sharded import FULLY_SHARD, of_integers
-from spec_tests.programs.laws import refusal, traffic
+from spec_tests.chapters.fsdp.sharded import (
+    FULLY_SHARD,
+    judge_step,
+    of_integers,
+    shard,
+    step_of,
+)
+from spec_tests.programs.law import same_as_alone
+from spec_tests.programs.laws import refusal
 from spec_tests.rig import judge
 from spec_tests.rig.clause import clauses
-from spec_tests.rig.judge.symptoms import Hint
-from spec_tests.rig.toys import sum_of_squares
 
 clause = clauses(judges=FULLY_SHARD, level="production")
 
@@ -67,46 +72,34 @@ def batch(rank: int) -> torch.Tensor:
     return torch.arange(18.0).view(3, 6).add(rank).remainder(7) - 3
 
 
-def _gradients(size, names, call=lambda module, x: module(x)):
-    """Mean over ranks of the local gradients times their number, and each rank's own."""
-    own: list[dict[str, Any]] = []
-    for rank in range(size):
-        module = encoder()
-        (size * sum_of_squares(call(module, batch(rank)))).backward()
-        own.append({name: module.get_parameter(name).grad for name in names})
-    return {name: sum(one[name] for one in own) / size for name in names}, own
-
-
-ENTRANCES: dict[str, Any] = {
-    "method": lambda module: module.encode,
-    "forward-calls-method": lambda module: module,
-    "method-calls-forward": lambda module: module.score,
-}
-
-
-WAYS: dict[str, tuple[str, bool | None]] = {
-    "method": ("method", None),
-    "method-freed": ("method", True),
-    "forward-calls-method": ("forward-calls-method", None),
-    "forward-calls-method-freed": ("forward-calls-method", True),
+WAYS: dict[str, tuple[str, str, bool | None]] = {
+    # what is called, what is registered, `reshard_after_forward`
+    "method": ("encode", "encode", None),
+    "method-freed": ("encode", "encode", True),
+    "forward-calls-method": ("__call__", "encode", None),
+    "forward-calls-method-freed": ("__call__", "encode", True),
     # freed after its forward, a module has no weights that the method could go on with
-    "method-calls-forward": ("method-calls-forward", None),
+    "method-calls-forward": ("score", "score", None),
 }
 
 
-def entered(ctx, subject, entrance, setting):
-    """Outputs, gradients and kinds of parameters of a step through one entrance."""
-    module = encoder().to(ctx.device)
-    for part in (module.inner, module):
-        ctx.impl.fully_shard(part, reshard_after_forward=setting)
-    name = "score" if entrance == "method-calls-forward" else "encode"
-    ctx.impl.register_fsdp_forward_method(module, name)
-    output = ENTRANCES[entrance](module)(batch(ctx.rank).to(ctx.device))
-    kinds = sorted({type(p).__name__ for p in module.parameters()}) if setting else ["DTensor"]
-    (ctx.world_size * sum_of_squares(output)).backward()
-    reached = {n: p.grad for n, p in module.named_parameters() if p.grad is not None}
-    gradients = {name: gradient.full_tensor() for name, gradient in reached.items()}
-    return {"output": output.detach()}, gradients, kinds
+def through(name, model, x):
+    """The output of a method."""
+    return {"output": getattr(model, name)(x)}
+
+
+def entered(ctx, subject, called, registered, setting):
+    """A step through one entrance."""
+    return step_of(
+        ctx,
+        subject,
+        encoder(),
+        partial(through, called),
+        lambda model: ctx.impl.register_fsdp_forward_method(model, registered),
+        batch,
+        ["inner"],
+        reshard_after_forward=setting,
+    )
 
 
 @clause(
@@ -122,19 +115,13 @@ def test_a_registered_method_is_like_forward(world, subject, way):
     Also where `forward` calls it and computes on, or it calls `forward` and does: what is called is
     then no end of anything.
     """
-    entrance, setting = WAYS[way]
-    ranks = world.run(entered, subject, entrance, setting)
-    outputs, gradients, kinds = zip(*ranks, strict=True)
+    called, _, is_freed = WAYS[way]
+    ranks = world.run(entered, subject, *WAYS[way])
 
-    def call(module, x):
-        return ENTRANCES[entrance](module)(x)
-
-    names = [n for n, _ in encoder().named_parameters() if n != "table" or entrance != "method"]
-    mean, _ = _gradients(world.size, names, call)
-    plain = [{"output": call(encoder(), batch(rank)).detach()} for rank in range(world.size)]
-    judge.tensors(outputs, plain, quantity="output")
-    judge.tensors(gradients, mean, quantity="mean gradient")
-    judge.equal(kinds, ["DTensor"], quantity="kind after the call")
+    judge_step(ranks, encoder, partial(through, called), batch)
+    if is_freed:
+        kinds = [rank["kinds"] for rank in ranks]
+        judge.equal(kinds, ["DTensor"], quantity="kinds of parameters after the call")
 
 
 CALLS: dict[str, Any] = {
@@ -165,9 +152,8 @@ def test_a_module_that_is_not_sharded_keeps_its_method(world, subject):
 
 def unregistered(ctx, subject, case):
     """What a method gives that nobody has registered; None where it raises."""
-    module = encoder().to(ctx.device)
-    for part in (module.inner, module):
-        ctx.impl.fully_shard(part, reshard_after_forward=True)
+    module: Any = encoder().to(ctx.device)
+    shard(ctx, subject, module, ["inner"], reshard_after_forward=True)
     module(batch(ctx.rank).to(ctx.device)).sum().backward()  # as in the middle of a training
     with refusal.caught():
         found = CALLS[case](module, ctx.rank)
@@ -191,79 +177,27 @@ def test_a_method_that_is_not_registered_does_not_compute_on_a_shard(world, subj
             judge.tensors([seen], [right], quantity=f"what the method gives on rank {rank}")
 
 
-def entered_again(ctx, subject):
-    """What a step through a registered method sees after an exception in the one before."""
-    module = encoder().to(ctx.device)
-    for part in (module.inner, module):
-        ctx.impl.fully_shard(part, reshard_after_forward=True)
-    ctx.impl.register_fsdp_forward_method(module, "encode")
-
-    def fail(*args):
-        raise KeyError("planted")
-
-    handle = module.inner.register_forward_hook(fail)
-    with contextlib.suppress(KeyError):
-        module.encode(batch(ctx.rank).to(ctx.device))
-    handle.remove()
-    output = module.encode(batch(ctx.rank).to(ctx.device))
-    kinds = sorted({type(p).__name__ for p in module.parameters()})
-    (ctx.world_size * sum_of_squares(output)).backward()
-    reached = {n: p.grad for n, p in module.named_parameters() if p.grad is not None}
-    return kinds, {name: gradient.full_tensor() for name, gradient in reached.items()}
-
-
-@clause(
-    "fsdp.lifecycle.registered-method-after-exception",
-    level="correct",
-    needs=("register_fsdp_forward_method",),
-    source="contract: after-exception, full-weights; " + METHODS,
-)
-def test_a_step_after_a_registered_method_raised_is_right(world, subject):
-    """After a caught exception in a registered method the next step MUST be right, or an error."""
-    ordinary = (entered, subject, "method", True)
-    ranks = refusal.answer_or_refusal(world, entered_again, subject, ordinary=ordinary)
-    if ranks is None:
-        return
-    kinds, gradients = zip(*ranks, strict=True)
-    judge.equal(kinds, ["DTensor"], quantity="kinds of parameters after the next call")
-    names = [name for name, _ in encoder().named_parameters() if name != "table"]
-    mean, _ = _gradients(world.size, names, lambda module, x: module.encode(x))
-    judge.tensors(gradients, mean, quantity="mean gradient")
-
-
-def ignoring(ctx, subject, is_frozen=False):
-    """A step with one parameter left out: what it is, its gradient, and what was sent."""
-    module = encoder().to(ctx.device)
+def ignoring(ctx, subject, is_frozen=False, device=""):
+    """Whether an ignored parameter is as it was, and types of it and of the others."""
+    module = encoder().to(device or ctx.device)
     held = module.table.requires_grad_(not is_frozen)
     values = held.detach().clone()
-    ctx.impl.fully_shard(module.inner, reshard_after_forward=True)
-    ctx.impl.fully_shard(module, reshard_after_forward=True, ignored_params={held})
-    seen = [module.table is held, type(held).__name__, tuple(held.shape), torch.equal(held, values)]
-    with ctx.recording() as recorder:
-        loss = ctx.world_size * sum_of_squares(module(batch(ctx.rank).to(ctx.device)))
-        loss.backward()
-    sent = [traffic.gathered(recorder.log(), ctx.world_size), traffic.reduced(recorder.log())]
-    others = {n: p.grad.full_tensor() for n, p in module.named_parameters() if n != "table"}
-    return seen, {"table": held.grad}, others, sent
+    ctx.impl.fully_shard(module.inner)
+    ctx.impl.fully_shard(module, ignored_params={held})
+    others = sorted({type(p).__name__ for p in module.parameters() if p is not held})
+    is_same = module.table is held and (held.is_meta or torch.equal(held, values))
+    return is_same, type(held).__name__, others
+
+
+IS_IGNORED = (True, "Parameter", ["DTensor"])
 
 
 @clause("fsdp.init.ignored-parameters", source="contract: ignored; " + IGNORED)
 @pytest.mark.parametrize("is_frozen", [False, True], ids=["trained", "frozen"])
 def test_an_ignored_parameter_stays_what_it_is(world, subject, is_frozen):
     """An ignored parameter MUST stay the same object: plain, whole, with its values."""
-    seen, *_ = zip(*world.run(ignoring, subject, is_frozen), strict=True)
-
-    right = [True, "Parameter", (4, 4), True]
-    judge.equal(seen, right, quantity="(same object, its type, its shape, same values)")
-
-
-def ignoring_on_meta(ctx, subject):
-    """Types of the ignored parameter and of the others, without values yet."""
-    module = encoder().to("meta")
-    held = module.table
-    ctx.impl.fully_shard(module, ignored_params={held})
-    others = sorted({type(p).__name__ for p in module.parameters() if p is not held})
-    return module.table is held, type(held).__name__, others
+    ranks = world.run(ignoring, subject, is_frozen)
+    judge.equal(ranks, IS_IGNORED, quantity="(same object and values, its type, that of others)")
 
 
 @clause(
@@ -272,28 +206,13 @@ def ignoring_on_meta(ctx, subject):
 )
 def test_what_is_ignored_on_the_meta_device_is_that_alone(world, subject):
     """On the meta device too, an ignored parameter alone MUST stay plain, or it is refused."""
-    ranks = refusal.answer_or_refusal(
-        world, ignoring_on_meta, subject, ordinary=(ignoring, subject)
-    )
+    asked, usual = (ignoring, subject, False, "meta"), (ignoring, subject)
+    ranks = refusal.answer_or_refusal(world, *asked, ordinary=usual)
     if ranks is not None:
-        judge.equal(ranks, (True, "Parameter", ["DTensor"]), quantity="(same object, types)")
+        judge.equal(ranks, IS_IGNORED, quantity="(same object, its type, that of others)")
 
 
 @clause("fsdp.traffic.ignored-parameters", source="contract: ignored; " + IGNORED)
 def test_an_ignored_parameter_is_neither_gathered_nor_reduced(world, subject):
     """An ignored parameter MUST NOT be sent: its gradient stays local, the others get the mean."""
-    _, own, others, sent = zip(*world.run(ignoring, subject), strict=True)
-
-    names = [name for name, _ in encoder().named_parameters()]
-    mean, local = _gradients(world.size, names)
-    reduced = Hint("the mean over ranks: it was reduced", [{"table": mean["table"]}] * world.size)
-    judge.tensors(
-        own,
-        [{"table": gradients["table"]} for gradients in local],
-        quantity="this rank's own gradient",
-        hints=[reduced],
-    )
-    wanted = {name: mean[name] for name in names if name != "table"}
-    judge.tensors(others, wanted, quantity="mean gradient")
-    count = sum(p.numel() for n, p in encoder().named_parameters() if n != "table")
-    judge.equal(sent, [2 * count, count], quantity="elements gathered and reduced")
+    same_as_alone(world, subject, "even one-ignored: backward 0", looks=True)

@@ -15,8 +15,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from spec_tests.chapters.fsdp.sharded import BOTH, FULLY_SHARD, finish, shard
+from spec_tests.chapters.fsdp.sharded import BOTH, FULLY_SHARD, finish, kinds_of, shard
 from spec_tests.programs.laws import footprint, refusal
+from spec_tests.programs.planted import PlantedError
 from spec_tests.rig import judge
 from spec_tests.rig.clause import clauses
 
@@ -56,16 +57,16 @@ def backward(ctx, subject, model):
 def interrupted(ctx, model):
     """A backward in which the first layer raises, when later ones are being reduced."""
 
-    def fail(*args):
-        raise KeyError("planted")
+    def fail(gradient):
+        raise PlantedError
 
     def fail_in_backward(module, args, output):
         output.register_hook(fail)
 
-    handle = model.layers[0].register_forward_hook(fail_in_backward)
-    with contextlib.suppress(KeyError):
+    hook = model.layers[0].register_forward_hook(fail_in_backward)
+    with contextlib.suppress(PlantedError):
         model(torch.ones(2, WIDTH, device=ctx.device)).sum().backward()
-    handle.remove()
+    hook.remove()
     model.zero_grad()
 
 
@@ -80,44 +81,68 @@ def footprints(
         discards: after each step all units are gathered for nothing.
         fails: before each step a backward is interrupted.
     """
-    seen: Any = {}
-    history = []
+    seen: Any = {"history": []}
 
-    def see(moment, size):
-        seen[moment] = size
-        history.append((moment, size))
+    def see(moment, phase=""):
+        found = {f"peak of {phase}": recorder.log().peak_bytes} if phase else {}
+        found[moment] = footprint.settled(recorder)
+        seen.update(found)
+        seen["history"].extend(found.items())
+        recorder.forget_peak()
 
     options = {} if subject == "fsdp" else {"reshard_after_forward": reshard_after_forward}
     with ctx.recording() as recorder:
         with torch.device(ctx.device):
             model: Any = shard(ctx, subject, Tower(depth, **calls), **options)
-        see("built", footprint.settled(recorder))
+        see("built")
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
         for step in range(steps):
             if fails:
                 interrupted(ctx, model)
             recorder.forget_peak()
             output = model(torch.ones(2, WIDTH, device=ctx.device))
-            left = footprint.settled(recorder)
-            see("peak of forward", recorder.log().peak_bytes)
-            see("after forward", left)
-            recorder.forget_peak()
+            see("after forward", "forward")
             output.sum().backward()
             finish(ctx, subject, model)
             del output
-            left = footprint.settled(recorder)
-            see("peak of backward", recorder.log().peak_bytes)
-            see("after backward", left)
+            see("after backward", "backward")
             optimizer.step()
             optimizer.zero_grad()
             for layer in model.layers if discards else ():
                 layer.unshard(async_op=True)
                 layer.reshard()
-            see(f"after step {step}", footprint.settled(recorder))
+            see(f"after step {step}")
         with torch.no_grad():
             model(torch.ones(2, WIDTH, device=ctx.device))
-        see("after evaluation", footprint.settled(recorder))
-    return {**seen, "history": history}
+        see("after evaluation")
+    return seen
+
+
+def judge_bytes(ranks, moment, *, likely, **terms):
+    """At this moment no rank may hold more than the terms say; of six layers, if not otherwise."""
+    __tracebackhide__ = True
+    footprint.at_most(
+        [rank[moment] for rank in ranks],
+        {term.replace("_", " "): size for term, size in terms.items()},
+        quantity=f"live bytes, {moment},",
+        likely=likely,
+        given=f"six layers of {UNIT} bytes over {len(ranks)} ranks",
+        history=[rank["history"] for rank in ranks],
+        moment=moment,
+    )
+
+
+def judge_kept(ranks, least, likely):
+    """After forward each rank must hold so many bytes of full weights."""
+    __tracebackhide__ = True
+    for rank, seen in enumerate(ranks):
+        kept = seen["after forward"] - 3 * 6 * UNIT // len(ranks)
+        judge.holds(
+            kept >= least,
+            f"rank {rank}: expected full weights of {least} bytes after forward, got {kept} beyond "
+            "shards and moments",
+            likely=likely,
+        )
 
 
 def gradients_from_the_start(ranks, shards):
@@ -143,19 +168,11 @@ def test_between_steps_a_rank_holds_its_shards_and_no_more(world, subject):
 
     shards = 6 * UNIT // world.size
     own = {"shards": shards, "gradients": gradients_from_the_start(ranks, shards)}
-    for moment, terms in (
-        ("built", own),
-        ("after step 1", {**own, "moments": 2 * shards, "gathered ahead": 3 * UNIT // 2}),
-    ):
-        footprint.at_most(
-            [rank[moment] for rank in ranks],
-            {**terms, "slack of half a layer": UNIT // 2},
-            quantity=f"resident bytes, {moment},",
-            likely="full weights, or optimizer state for them, are kept on every rank",
-            given=f"six layers of {UNIT} bytes over {world.size} ranks",
-            history=[rank["history"] for rank in ranks],
-            moment=moment,
-        )
+    own |= {"slack_of_half_a_layer": UNIT // 2}
+    likely = "full weights, or optimizer state for them, are kept on every rank"
+    judge_bytes(ranks, "built", **own, likely=likely)
+    later = {"moments": 2 * shards, "gathered_ahead": 3 * UNIT // 2}
+    judge_bytes(ranks, "after step 1", **own, **later, likely=likely)
 
 
 @clause(
@@ -172,22 +189,12 @@ def test_full_weights_are_freed_after_forward_and_backward(world, subject):
     ranks = world.run(footprints, subject, 6)
 
     shards = 6 * UNIT // world.size
-    state = {"shards": shards, "moments": 2 * shards, "slack of one layer": UNIT}
+    state = {"shards": shards, "moments": 2 * shards, "slack_of_one_layer": UNIT}
     kept = {**state, "gradients": gradients_from_the_start(ranks, shards)}
-    for moment, terms in (
-        ("after forward", {**kept, "activations": 6 * ACTIVATIONS}),
-        ("after backward", {**state, "gradients": shards}),
-        ("after evaluation", kept),
-    ):
-        footprint.at_most(
-            [rank[moment] for rank in ranks],
-            terms,
-            quantity=f"live bytes {moment}",
-            likely="full weights or full gradients are not freed; autograd holds views of them",
-            given=f"six layers of {UNIT} bytes, after two steps",
-            history=[rank["history"] for rank in ranks],
-            moment=moment,
-        )
+    likely = "full weights or full gradients are not freed; autograd holds views of them"
+    judge_bytes(ranks, "after forward", **kept, activations=6 * ACTIVATIONS, likely=likely)
+    judge_bytes(ranks, "after backward", **state, gradients=shards, likely=likely)
+    judge_bytes(ranks, "after evaluation", **kept, likely=likely)
 
 
 FROZEN = {"above": slice(1, None), "below": slice(-1)}
@@ -209,7 +216,7 @@ def around_a_trained_layer(ctx, subject, depth, where):
         for _ in range(2):
             model.zero_grad()
             backward(ctx, subject, model)
-        return footprint.settled(recorder), {type(p).__name__ for p in model.parameters()}
+        return footprint.settled(recorder), kinds_of(model)
 
 
 @clause(
@@ -227,14 +234,14 @@ def test_frozen_weights_are_freed_after_backward(world, subject, where):
     if ranks is not None:
         found, kinds = zip(*ranks, strict=True)
         if subject == "fully_shard":
-            judge.equal(kinds, {"DTensor"}, quantity="kinds of parameters after backward")
-        shards, slack = 6 * UNIT // world.size, 3 * UNIT // 2
-        footprint.at_most(
-            found,
-            {"shards": shards, "gradient": UNIT // world.size, "slack of 1.5 layers": slack},
-            quantity="live bytes after backward",
+            judge.equal(kinds, ["DTensor"], quantity="kinds of parameters after backward")
+        judge_bytes(
+            [{"after backward": size, "history": []} for size in found],
+            "after backward",
+            shards=6 * UNIT // world.size,
+            gradient=UNIT // world.size,
+            slack_of_a_layer_and_a_half=3 * UNIT // 2,
             likely="full weights, or frozen ones alone, are not freed, or shards are views of them",
-            given=f"six layers of {UNIT} bytes, five frozen {where} the other",
         )
 
 
@@ -248,22 +255,16 @@ def test_full_weights_stay_where_that_was_asked_for(world, subject):
     """With reshard_after_forward=False, full weights MUST stay until their backward, not longer."""
     ranks = world.run(footprints, subject, 6, False)
 
+    judge_kept(ranks, 6 * UNIT, "reshard_after_forward=False is not read: backward gathers again")
     shards = 6 * UNIT // world.size
-    for rank, seen in enumerate(ranks):
-        kept = seen["after forward"] - 3 * shards
-        judge.holds(
-            kept >= 6 * UNIT,
-            f"rank {rank}: expected full weights of {6 * UNIT} bytes after forward, got {kept} "
-            "beyond shards and moments",
-            likely="reshard_after_forward=False is not read: backward gathers again",
-        )
-    footprint.at_most(
-        [rank["after backward"] for rank in ranks],
-        {"shards": shards, "moments": 2 * shards, "gradients": shards, "slack of one layer": UNIT},
-        quantity="live bytes after backward",
+    judge_bytes(
+        ranks,
+        "after backward",
+        shards=shards,
+        moments=2 * shards,
+        gradients=shards,
+        slack_of_one_layer=UNIT,
         likely="what forward kept is never freed",
-        history=[rank["history"] for rank in ranks],
-        moment="after backward",
     )
 
 
@@ -284,31 +285,18 @@ def test_an_int_keeps_that_part_of_the_weights_after_forward(world, subject):
     if ranks is None:
         return
 
-    given = f"six layers of {UNIT} bytes over {world.size} ranks, second step"
-    footprint.at_most(
-        [rank["after forward"] for rank in ranks],
-        {
-            "shards and moments": 3 * 6 * UNIT // world.size,
-            "halves": 6 * UNIT // 2,
-            "activations": 6 * ACTIVATIONS,
-            "slack of half a layer": UNIT // 2,
-        },
-        quantity="live bytes after forward",
+    judge_bytes(
+        ranks,
+        "after forward",
+        shards_and_moments=3 * 6 * UNIT // world.size,
+        halves=6 * UNIT // 2,
+        activations=6 * ACTIVATIONS,
+        slack_of_half_a_layer=UNIT // 2,
         likely="the int is taken for False, or each rank keeps the whole message",
-        given=given,
-        history=[rank["history"] for rank in ranks],
-        moment="after forward",
     )
-    for rank, seen in enumerate(ranks):
-        kept = seen["after forward"] - 3 * 6 * UNIT // world.size
-        judge.holds(
-            # A layer's half may be put together from the shard and what is kept beside it.
-            kept >= 6 * UNIT // 2 - 6 * UNIT // world.size,
-            f"rank {rank}: expected halves of {6 * UNIT // 2} bytes after forward, got {kept} "
-            "beyond shards and moments",
-            likely="the int is taken for True: backward gathers from all ranks",
-            given=given,
-        )
+    # A layer's half may be put together from the shard and what is kept beside it.
+    halves = 6 * UNIT // 2 - 6 * UNIT // world.size
+    judge_kept(ranks, halves, "the int is taken for True: backward gathers from all ranks")
 
 
 @clause(
@@ -371,7 +359,7 @@ def _peak_is_flat(world, subject, phase, **options):
 
 def window(ctx, subject, depth):
     """Live bytes after two micro-batches that are not reduced, and after one that is."""
-    seen = {}
+    seen: Any = {"history": []}
     with ctx.recording() as recorder:
         with torch.device(ctx.device):
             model: Any = shard(ctx, subject, Tower(depth))
@@ -381,6 +369,7 @@ def window(ctx, subject, depth):
             if not moment:
                 model.zero_grad()
             seen[moment] = footprint.settled(recorder)
+            seen["history"].append((moment, seen[moment]))
     return seen
 
 
@@ -397,15 +386,7 @@ def test_a_window_costs_one_copy_of_the_gradients_and_gives_it_back(world, subje
     ranks = world.run(window, subject, 6)
 
     shards = 6 * UNIT // world.size
-    base = {"shards": shards, "slack of half a layer": UNIT // 2}
-    for moment, terms in (
-        ("unreduced", {**base, "full gradients": 6 * UNIT}),
-        ("reduced", {**base, "gradients": shards}),
-    ):
-        footprint.at_most(
-            [rank[moment] for rank in ranks],
-            terms,
-            quantity=f"live bytes after {moment} micro-batches",
-            likely="every micro-batch, or the shard's gradient too, has memory of its own",
-            given=f"six layers of {UNIT} bytes over {world.size} ranks",
-        )
+    base = {"shards": shards, "slack_of_half_a_layer": UNIT // 2}
+    likely = "every micro-batch, or the shard's gradient too, has memory of its own"
+    judge_bytes(ranks, "unreduced", **base, full_gradients=6 * UNIT, likely=likely)
+    judge_bytes(ranks, "reduced", **base, gradients=shards, likely=likely)

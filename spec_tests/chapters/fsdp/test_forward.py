@@ -2,13 +2,12 @@
 
 Gathering moves values and changes none, so there is no room for a tolerance. What can go wrong is
 the copy out of the gather buffer (pieces of ranks interleaved with parameters), padding that gets
-into a weight, and hooks that see only tensors where a model is handed a dictionary.
+into a weight, and hooks that come too late.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -18,11 +17,9 @@ from spec_tests.chapters.fsdp.sharded import (
     BOTH,
     FULLY_SHARD,
     SEED,
-    finish,
-    of_integers,
     on_rank,
     shard,
-    sharded_toy,
+    trajectory,
 )
 from spec_tests.programs.calls import parsed
 from spec_tests.programs.law import same_as_alone, situations
@@ -82,190 +79,6 @@ def test_an_evaluation_changes_nothing_about_the_next_step(world, subject, situa
     same_as_alone(world, subject, situation)
 
 
-@dataclass
-class Found:
-    """An output with names, as many models give it."""
-
-    y: torch.Tensor
-    z: torch.Tensor
-
-
-@dataclass
-class Nested:
-    """The same in fields that are containers."""
-
-    first: list[torch.Tensor]
-    second: dict[str, torch.Tensor]
-
-    @classmethod
-    def of(cls, y: torch.Tensor, z: torch.Tensor) -> Nested:
-        """Both outputs in one."""
-        return cls([y], {"z": z})
-
-    @property
-    def y(self) -> torch.Tensor:
-        """The first output."""
-        return self.first[0]
-
-    @property
-    def z(self) -> torch.Tensor:
-        """The second output."""
-        return self.second["z"]
-
-
-class Both(NamedTuple):
-    """The same as a tuple with names."""
-
-    y: torch.Tensor
-    z: torch.Tensor
-
-
-class Structured(nn.Module):
-    """Takes nested containers by keyword, and gives them, a named tuple or a dataclass."""
-
-    def __init__(self, kind: Any) -> None:
-        super().__init__()
-        self.inner = Inner(kind)
-
-    def forward(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        batch: Any = {"x": inputs["x"], "tags": ["a", 1]}
-        if self.inner.kind is Both:
-            batch = Both(y=inputs["x"], z=torch.ones(1))
-        found = self.inner(batch=batch, scale=2)
-        y, z = found.values() if isinstance(found, dict) else (found.y, found.z)
-        return {"parts": (y, [z]), "note": "kept"}
-
-
-class Inner(nn.Module):
-    """Two layers whose inputs and outputs sit in containers."""
-
-    def __init__(self, kind: Any) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 12)
-        self.other = nn.Linear(6, 12)
-        self.kind = kind
-
-    def forward(self, *, batch: Any, scale: int) -> Any:
-        x = batch["x"] if isinstance(batch, dict) else batch.y
-        return self.kind(y=self.linear(x) * scale, z=self.other(x).abs())
-
-
-OUTPUTS: dict[str, Any] = {
-    "containers": dict,
-    "second-alone": dict,
-    "named-tuple": Both,
-    "dataclass": Found,
-    "dataclass-of-containers": Nested.of,
-}
-
-
-def loss_of(found, outputs):
-    """Of both outputs, or of the second alone."""
-    first, (second,) = found["parts"]
-    used = [second] if outputs == "second-alone" else [first, second]
-    return sum(output.square().sum() for output in used)
-
-
-def structured(ctx, subject, seed, outputs):
-    """Gradients of weights and input through nested containers."""
-    module = of_integers(Structured(OUTPUTS[outputs])).to(ctx.device)
-    model = shard(ctx, subject, module)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    x = TOYS["mlp"].batch(seed, rank=ctx.rank).to(ctx.device).requires_grad_()
-    found = model(inputs={"x": x})
-    try:
-        (ctx.world_size * loss_of(found, outputs)).backward()
-    except Exception as error:
-        if not outputs.startswith("dataclass"):
-            raise
-        return {"late": f"{type(error).__name__}: {error}"}  # a refusal comes before
-    finish(ctx, subject, model)
-    optimizer.step()
-    full = ctx.impl.full_parameters(model)
-    after = {name.removeprefix("module."): value.detach() for name, value in full.items()}
-    return {"note": found["note"], "after": after, "input": x.grad}
-
-
-@clause(
-    "fsdp.forward.nested-containers",
-    source="contract: containers, same-containers; "
-    "test_fully_shard_training: inputs and outputs in containers, keyword arguments",
-)
-@pytest.mark.parametrize("outputs", OUTPUTS)
-def test_inputs_and_outputs_may_sit_in_containers(world, subject, outputs):
-    """Inputs by keyword and outputs in nested containers MUST get right gradients.
-
-    A hook on tensors alone, or on the first of them, never sees that such a module's backward
-    begins. A dataclass may be refused, by the forward.
-    """
-    usual = (structured, subject, 7, "containers")
-    if outputs.startswith("dataclass"):
-        ranks = refusal.answer_or_refusal(world, structured, subject, 7, outputs, ordinary=usual)
-    else:
-        ranks = world.run(structured, subject, 7, outputs)
-    if ranks is None:
-        return
-    late = next((rank["late"] for rank in ranks if "late" in rank), "")
-    judge.holds(
-        not late,
-        f"expected right gradients, or an error of the forward, got one of the backward: {late}",
-        likely="tensors in a dataclass are not seen: its backward finds weights that were freed",
-    )
-    judge.equal([rank["note"] for rank in ranks], "kept", quantity="value that is no tensor")
-    plain = of_integers(Structured(OUTPUTS[outputs]))
-    batches = [TOYS["mlp"].batch(7, rank=rank).requires_grad_() for rank in range(world.size)]
-    for x in batches:
-        loss_of(plain({"x": x}), outputs).backward()
-    torch.optim.SGD(plain.parameters(), lr=1.0).step()
-    after = {n: p.detach() for n, p in plain.named_parameters()}
-    judge.tensors([rank["after"] for rank in ranks], after, quantity="weight after one step")
-    judge.tensors(
-        [{"x": rank["input"]} for rank in ranks],
-        [{"x": x.grad * world.size} for x in batches],
-        quantity="gradient of the input",
-    )
-
-
-def under_setting(ctx, subject, reshard_after_forward):
-    """Outputs and gradients of three steps in one setting, float32 and real-valued data."""
-    model = sharded_toy(ctx, subject, "stack", reshard_after_forward=reshard_after_forward)
-    # Weights move by ten times what rounding may move them, or more.
-    optimizer = torch.optim.SGD(model.parameters(), lr=2.0**-16, foreach=False)
-    generator = torch.Generator().manual_seed(SEED + ctx.rank)
-    found = {}
-    for step in range(3):
-        batch = (torch.randn(4, 6, generator=generator).to(ctx.device) * 2).clamp(-4, 4)
-        output = model(batch)
-        output.square().sum().backward()
-        for name, p in model.named_parameters():
-            found[f"{name}, step {step}"] = p.grad.to_local().clone()
-        found[f"output, step {step}"] = output.detach()
-        optimizer.step()
-        optimizer.zero_grad()
-    return found
-
-
-def judge_setting(world, subject, setting, *, may_refuse=False):
-    """Equal bits in this setting and where full weights are freed after forward."""
-    __tracebackhide__ = True
-    ordinary = (under_setting, subject, True)
-    if may_refuse:
-        case = (under_setting, subject, setting)
-        ranks = refusal.answer_or_refusal(world, *case, ordinary=ordinary)
-    else:
-        ranks = world.run(under_setting, subject, setting)
-    if ranks is None:
-        return
-    freed = world.run(*ordinary)
-
-    judge.tensors(
-        ranks,
-        freed,
-        quantity="value with reshard_after_forward=True",
-        given=f"reshard_after_forward={setting}, float32, three steps",
-    )
-
-
 @clause(
     "fsdp.forward.resharding-changes-no-bit",
     judges=FULLY_SHARD,
@@ -275,19 +88,13 @@ def judge_setting(world, subject, setting, *, may_refuse=False):
 @pytest.mark.parametrize("setting", [False, None], ids=["False", "None"])
 def test_what_is_kept_after_forward_changes_no_bit(world, subject, setting):
     """Whatever `reshard_after_forward` is, outputs and gradients MUST have the same bits."""
-    judge_setting(world, subject, setting)
+    runs = [
+        world.run(trajectory, subject, "stack", reshard_after_forward=value)
+        for value in (setting, True)
+    ]
 
-
-@clause(
-    "fsdp.forward.resharding-to-a-part",
-    judges=FULLY_SHARD,
-    source="contract: partial-reshard; "
-    "torch.distributed.fsdp.fully_shard: reshard_after_forward as an int",
-    worlds=(4,),
-)
-def test_resharding_to_a_smaller_world_changes_no_bit(world, subject):
-    """With an int, outputs and gradients MUST have the same bits, or the int be refused."""
-    judge_setting(world, subject, 2, may_refuse=True)
+    quantity = "value with reshard_after_forward=True"
+    judge.tensors(*runs, quantity=quantity, given=f"{setting}, float32, steps of AdamW")
 
 
 class Scales(nn.Module):
@@ -400,7 +207,7 @@ def derived(ctx, subject, calls):
 @pytest.mark.parametrize("calls", ["", "backward 0"], ids=["first", "later"])
 def test_a_forward_derivative_is_that_of_the_plain_model(world, subject, calls):
     """Under `torch.func.jvp` a forward MUST give the plain value and tangent, or an error."""
-    ordinary = (under_setting, subject, True)
+    ordinary = (hooks_that_run, subject)
     ranks = refusal.answer_or_refusal(world, derived, subject, calls, ordinary=ordinary)
 
     if ranks is not None:

@@ -37,28 +37,6 @@ clause = clauses(judges=FULLY_SHARD, level="correct", worlds=(2, 3))
 KEPT = "kept-after-backward"
 
 
-def _judge_outputs(ranks, new, toy, steps, given):
-    size = len(ranks)
-    within = rounding(torch.float32, terms=12 * 4 * size, depth=4 * steps)
-    judge.tensors(
-        ranks,
-        new,
-        quantity="output with the weights of now",
-        within=within,
-        hints=[
-            Hint("the output of the weights before the update: a copy was kept", _old(toy, size))
-        ],
-        given=given,
-    )
-
-
-def _old(toy, size, ones=()):
-    plain = TOYS[toy].build(7)
-    for name in ones:
-        nn.init.ones_(plain.get_parameter(name))
-    return [{"output": plain(TOYS[toy].batch(7, rank=r, micro=9)).detach()} for r in range(size)]
-
-
 WORDS = {"freed": "freed", "default": "", "kept-after-forward": "held"}
 """What a scene says of `reshard_after_forward`, by case."""
 STEPS = "backward 0, step, backward 1, step, evaluate 9"
@@ -82,17 +60,6 @@ def test_a_forward_after_a_step_uses_the_new_weights(world, subject, situation):
 
     Whoever reads version counters misses the foreach and fused updates, which move none.
     """
-    same_as_alone(world, subject, situation)
-
-
-@clause(
-    "fsdp.lifecycle.anothers-step",
-    source="contract: models-apart; a probe that one rank trains for its log",
-    worlds=(2,),
-)
-@situations({"held": "even held: keep True, backward 0, another_steps 0, evaluate 9"})
-def test_a_step_of_another_model_makes_nothing_stale(world, subject, situation):
-    """An update of another model on one rank MUST change nothing, and leave no rank waiting."""
     same_as_alone(world, subject, situation)
 
 
@@ -151,44 +118,43 @@ def test_an_evaluation_of_a_whole_model_before_a_step_leaves_nothing_stale(world
     """
     outputs, weights = zip(*world.run(stepped_after_evaluation, subject, records), strict=True)
 
-    plain = TOYS["even"].build(SEED)
-    built = oracle.parameters("even", SEED)
-    new = []
+    built, new = oracle.parameters("even", SEED), []
     for rank, full in enumerate(weights):
         judge.holds(
             any(not torch.equal(full[name], built[name]) for name in built),
             f"rank {rank}: expected full weights that a step changed, got those of before it",
         )
-        plain.load_state_dict(full)
-        with torch.no_grad():
-            new.append({"output": plain(TOYS["even"].batch(SEED, rank=rank, micro=9))})
-    _judge_outputs(outputs, new, "even", 1, "evaluation before the step")
+        x = (TOYS["even"].batch(SEED, rank=rank, micro=9),)
+        plain = torch.func.functional_call(TOYS["even"].build(SEED), full, x)
+        new.append({"output": plain.detach()})
+    within = rounding(torch.float32, terms=12 * 4 * world.size, depth=4)
+    judge.tensors(outputs, new, quantity="output with the weights of now", within=within)
 
 
 class Ladder(nn.Module):
-    """Four layers that are the identity at first; a forward may leave some of them out."""
+    """Four layers that are the identity at first; a forward may leave out the two in the middle.
+
+    Or it raises before the second.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(12, 12, bias=False) for _ in range(4))
         for layer in self.layers:
             nn.init.eye_(layer.weight)  # type: ignore[arg-type]  # a Linear's
-        self.without: tuple[int, ...] = ()
-        self.fails_before: int | None = None
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for number, layer in enumerate(self.layers):
-            if number == self.fails_before:
+    def forward(self, x: torch.Tensor, step: int = 1, *, raises: bool = False) -> torch.Tensor:
+        for number, layer in enumerate(self.layers[::step]):
+            if raises and number:
                 raise PlantedError
-            if number not in self.without:
-                x = layer(x)
+            x = layer(x)
         return x
 
 
 def after_leaving_out(ctx, subject, raises=""):
-    """Output after a step, before which a forward left two layers out, or raised in one."""
+    """Output after a step, before which a forward left layers out, or raised."""
     ladder = Ladder().to(ctx.device)
-    model = shard(ctx, subject, ladder, "layers")
+    model: Any = shard(ctx, subject, ladder, "layers")
     optimizer = torch.optim.SGD(model.parameters(), lr=2.0**-4)
     x = torch.ones(1, 12, device=ctx.device)
     model(x).sum().backward()
@@ -196,18 +162,25 @@ def after_leaving_out(ctx, subject, raises=""):
     if raises == "within a layer":
         with failing(ladder.layers[1]):
             model(x)
-    elif raises == "between layers":
-        ladder.fails_before = 1
-        with contextlib.suppress(PlantedError):
-            model(x)
-        ladder.fails_before = None
     else:
-        ladder.without = (1, 2)
-        with torch.no_grad():
-            model(x)
-        ladder.without = ()
+        with contextlib.suppress(PlantedError), torch.set_grad_enabled(bool(raises)):
+            model(x, raises=True) if raises else model(x, 3)
     optimizer.step()
     return {"output": model(x).detach()}
+
+
+def judge_ladder(world, subject, *case):
+    """All layers must compute with the new weights, or there is an error."""
+    __tracebackhide__ = True
+    usual = (follow, subject, "even: backward 0")
+    ranks = refusal.answer_or_refusal(world, after_leaving_out, subject, *case, ordinary=usual)
+    if ranks is None:
+        return
+    # Each weight is the identity less 2**-4 everywhere, so each layer takes 12/16 of its input.
+    stale = "{} of four layers computed with older weights, or were not updated"
+    outputs = [{"output": torch.full((1, 12), 0.25 ** (4 - old))} for old in range(5)]
+    hints = [Hint(stale.format(old), outputs[old]) for old in range(1, 5)]
+    judge.tensors(ranks, outputs[0], quantity="output with the weights of now", hints=hints)
 
 
 @clause(
@@ -221,11 +194,7 @@ def test_layers_that_a_forward_left_out_are_not_stale_after_a_step(world, subjec
     What was gathered ahead for a layer that did not run lies ready, and is old after the step.
     Layers that are not used may be refused.
     """
-    usual = (follow, subject, "even: backward 0")
-    ranks = refusal.answer_or_refusal(world, after_leaving_out, subject, ordinary=usual)
-
-    if ranks is not None:
-        _judge_ladder(ranks)
+    judge_ladder(world, subject)
 
 
 @clause(
@@ -239,27 +208,7 @@ def test_no_layer_of_a_whole_model_is_stale_after_an_exception(world, subject, w
 
     What was gathered, or is on its way, has no end of forward that would free it.
     """
-    usual = (follow, subject, "even: backward 0")
-    ranks = refusal.answer_or_refusal(world, after_leaving_out, subject, where, ordinary=usual)
-
-    if ranks is not None:
-        _judge_ladder(ranks)
-
-
-def _judge_ladder(ranks):
-    # Each weight is the identity less 2**-4 everywhere, so each layer takes 12/16 of its input.
-    judge.tensors(
-        ranks,
-        {"output": torch.full((1, 12), 0.25**4)},
-        quantity="output with the weights of now",
-        hints=[
-            Hint(
-                f"{old} of four layers computed with older weights, or were not updated",
-                {"output": torch.full((1, 12), 0.25 ** (4 - old))},
-            )
-            for old in (1, 2, 3, 4)
-        ],
-    )
+    judge_ladder(world, subject, where)
 
 
 WRITES = {

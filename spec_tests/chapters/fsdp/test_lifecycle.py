@@ -26,16 +26,20 @@ from spec_tests.chapters.fsdp.sharded import (
     divisible,
     gradients_as_after,
     judge_gradients,
+    kinds_of,
     on_rank,
+    recorded,
+    rows_of,
     shard,
 )
 from spec_tests.programs.calls import parsed
 from spec_tests.programs.law import same_as_alone, situations
-from spec_tests.programs.laws import refusal
+from spec_tests.programs.laws import refusal, traffic
 from spec_tests.programs.on_ranks import copy_of
 from spec_tests.programs.planted import failing
 from spec_tests.rig import judge
 from spec_tests.rig.clause import clauses
+from spec_tests.rig.judge import oracle
 from spec_tests.rig.toys import TOYS
 
 clause = clauses(judges=FULLY_SHARD, level="correct")
@@ -80,7 +84,7 @@ def kinds_after_failure(ctx, subject, where):
         with failing(part, prepend=where == "hook"):
             rank.loss("3")
     rank.evaluate("1")
-    return sorted({type(p).__name__ for p in rank.module.parameters()})
+    return kinds_of(rank.module)
 
 
 @clause(
@@ -174,22 +178,11 @@ def test_the_first_dimension_of_a_mesh_replicates_and_the_second_shards(world, s
     scene = situation.partition(":")[0]
     ordinary = (rows_here, subject, "stack")
     ranks = refusal.answer_or_refusal(world, rows_here, subject, scene, ordinary=ordinary)
-    num_shards = 1 if "replicas" in scene else world.size
+    parts = 1 if "replicas" in scene else world.size
+    built = oracle.parameters("stack", SEED)
     for rank, found in enumerate(ranks or ()):
-        wanted = {
-            name: len((*p.chunk(num_shards), *[p[:0]] * num_shards)[rank % num_shards])
-            for name, p in TOYS["stack"].build(SEED).named_parameters()
-        }
+        wanted = {name: len(rows_of(p, rank % parts, parts)) for name, p in built.items()}
         judge.equal([found], wanted, quantity=f"rows of each parameter on rank {rank}")
-
-
-def alone(ctx, subject):
-    """What an ordinary step sends."""
-    rank = on_rank(ctx, subject, "stack")
-    with ctx.recording() as recorder:
-        rank.loss("0").backward()
-        rank.finish_backward()
-    return [str(event) for event in recorder.log().collectives()]
 
 
 @clause(
@@ -204,6 +197,11 @@ def test_one_rank_alone_is_the_plain_model(world, subject, situation):
     same_as_alone(world, subject, situation)
 
 
+def alone(ctx, subject):
+    """What an ordinary step sends."""
+    return traffic.together(*recorded(ctx, on_rank(ctx, subject, "stack"), "0"))
+
+
 @clause(
     "fsdp.traffic.world-of-one",
     level="production",
@@ -213,7 +211,9 @@ def test_one_rank_alone_is_the_plain_model(world, subject, situation):
 )
 def test_one_rank_alone_sends_nothing(world, subject):
     """In a world of one, forward and backward MUST send nothing: each message is a copy."""
-    judge.equal(world.run(alone, subject), [], quantity="collectives of a step")
+    logs = world.run(alone, subject)
+
+    traffic.silent(logs, when="in a step, where there is one rank")
 
 
 def collected_in_a_step(ctx, subject, toy):
@@ -268,7 +268,7 @@ def by_hand(ctx, subject):
             handle.wait()
         whole.append({n: p.detach().clone() for n, p in unit.named_parameters()})
         unit.reshard()
-    kinds = sorted({type(p).__name__ for p in unit.parameters()})
+    kinds = kinds_of(unit)
     unit.unshard()
     unit.unshard()
     return whole, kinds, {"output": rank.output("0").detach()}
@@ -366,14 +366,9 @@ def test_a_hook_that_waits_for_a_gradient_is_called_with_it(world, subject, firs
     ranks = world.run(told, subject, first)
 
     judge.equal([rank["early"] for rank in ranks], [], quantity="called before the reduction:")
-    right = 2 if first == "accumulate" else 3
-    for rank, seen in enumerate(ranks):
-        often = {name: number for name, number in seen["calls"].items() if number != right}
-        judge.holds(
-            bool(seen["calls"]) and not often,
-            f"rank {rank}: expected {right} calls for each parameter, got {often or 'none at all'}",
-            likely="the sharded parameter is no leaf of the graph: who reduces must call its hooks",
-        )
+    right = dict.fromkeys(oracle.parameters("stack", SEED), 2 if first == "accumulate" else 3)
+    what = "calls of the hook of each parameter, which is no leaf of the graph:"
+    judge.equal([rank["calls"] for rank in ranks], right, quantity=what)
     gradients = [rank["gradients"] for rank in ranks]
     judge_gradients(gradients, subject, "stack: accumulate 0, accumulate 1, backward 2")
 

@@ -6,39 +6,41 @@ chunked loss calls the head by itself, after a forward that ran only the norm. L
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
 from spec_tests.chapters.fsdp.sharded import (
     FULLY_SHARD,
-    judge_gradients,
+    SEED,
+    inputs,
+    judge_messages,
+    judge_step,
     loss_of,
     numel,
     of_integers,
+    output_of,
+    shard,
     sharded_toy,
+    step_of,
 )
 from spec_tests.programs.laws import traffic
 from spec_tests.rig import judge
 from spec_tests.rig.clause import clauses
-from spec_tests.rig.toys import TOYS, sum_of_squares
+from spec_tests.rig.toys import TOYS
 
 clause = clauses(judges=FULLY_SHARD, level="production")
 
 
 def in_one_call(ctx, subject, units):
-    """Operations and elements that a second step gathers and reduces; two layers are one unit."""
+    """What a second step sends; two layers are one unit."""
     model = sharded_toy(ctx, subject, "even", units=(units,), reshard_after_forward=True)
-    loss_of(ctx, model, "even", 1).backward()
-    with ctx.recording() as recorder:
-        loss_of(ctx, model, "even").backward()
-    sent = recorder.log()
-    gathers = traffic.messages(sent, ctx.world_size, *traffic.GATHERS)
-    reductions = traffic.messages(sent, ctx.world_size, *traffic.REDUCTIONS)
-    return [
-        (gathers, traffic.gathered(sent, ctx.world_size)),
-        (reductions, traffic.reduced(sent)),
-    ]
+    for micro in (1, 0):
+        with ctx.recording() as recorder:
+            loss_of(ctx, model, "even", micro).backward()
+    return recorder.log()
 
 
 @clause(
@@ -49,20 +51,12 @@ def in_one_call(ctx, subject, units):
 @pytest.mark.parametrize("units", ["up+down", "down+up"])
 def test_modules_of_one_call_travel_together(world, subject, units):
     """Modules that are sharded as a list MUST be gathered together, and reduced together."""
-    ranks = world.run(in_one_call, subject, units)
+    logs = world.run(in_one_call, subject, units)
 
     whole = numel("even")
-    for rank, seen in enumerate(ranks):
-        for what, times, (operations, elements) in zip(
-            ("gathers in forward and backward", "reductions"), (2, 1), seen, strict=True
-        ):
-            judge.holds(
-                operations <= 2 * times and elements == times * whole,
-                f"rank {rank}, {what}: expected at most {2 * times} operations for two units (one "
-                f"per rank, of those with a root) of {times * whole} elements in all, got "
-                f"{operations:g} of {elements}",
-                likely="each module of the list is a unit, or is freed before the next one runs",
-            )
+    sent = [(traffic.gathered(log, world.size), traffic.reduced(log)) for log in logs]
+    judge.equal(sent, (2 * whole, whole), quantity="elements (gathered, reduced)")
+    judge_messages(logs, 2, "each module of the list is a unit, or is freed before the next runs")
 
 
 class Apart(nn.Module):
@@ -77,31 +71,37 @@ class Apart(nn.Module):
         return self.body(x)
 
 
-def sharded_apart(ctx):
-    """Body and head as one unit."""
-    module = of_integers(Apart()).to(ctx.device)
-    ctx.impl.fully_shard([module.body, module.head], reshard_after_forward=True)
-    ctx.impl.fully_shard(module)
-    return module
+def chunked(model, x):
+    """The head by itself, on parts of what the body gives."""
+    parts = model(x).split(2)
+    return {f"chunk {number}": model.head(part) for number, part in enumerate(parts)}
 
 
-def _chunked(module, rank):
-    device = next(module.parameters()).device
-    rows = module(TOYS["mlp"].batch(7, rank=rank).to(device))
-    return sum(sum_of_squares(module.head(chunk)) for chunk in rows.split(2))
+def apart():
+    """Body and head, of integers."""
+    return of_integers(Apart())
+
+
+def tied():
+    """An embedding and a head of one weight."""
+    return TOYS["tied"].build(SEED)
+
+
+LISTS: dict[str, tuple[Any, Any, str]] = {
+    "tied": (tied, output_of, "encode+decode"),
+    "apart": (apart, chunked, "body+head"),
+}
 
 
 def in_a_list(ctx, subject, how):
-    """Gradients where a tie runs through a list, or part of it is called by itself."""
-    if how == "tied":
-        module = sharded_toy(ctx, subject, "tied", units=("encode+decode",))
-        for micro in range(2):
-            loss_of(ctx, module, "tied", micro).backward()
-        return {n: p.grad.full_tensor() for n, p in module.named_parameters()}
-    module = sharded_apart(ctx)
-    for _ in range(2):
-        (ctx.world_size * _chunked(module, ctx.rank)).backward()
-    return {n: p.grad.full_tensor() for n, p in module.named_parameters()}
+    """The second step where a tie runs through a list, or part of it is called by itself."""
+    build, call, units = LISTS[how]
+
+    def warm(model):
+        sum(y.sum() for y in call(model, inputs(ctx.rank).to(ctx.device)).values()).backward()
+        model.zero_grad()
+
+    return step_of(ctx, subject, build(), call, warm, units=(units,), reshard_after_forward=True)
 
 
 @clause(
@@ -112,16 +112,7 @@ def in_a_list(ctx, subject, how):
 @pytest.mark.parametrize("how", ["tied", "apart"])
 def test_modules_of_one_call_have_mean_gradients(world, subject, how):
     """Modules that are sharded as a list MUST get mean gradients, tied or called one by one."""
-    ranks = world.run(in_a_list, subject, how)
-
-    if how == "tied":
-        judge_gradients(ranks, subject, "tied: accumulate 0, backward 1")
-        return
-    plain = of_integers(Apart())
-    for rank in range(world.size):
-        (2 * _chunked(plain, rank)).backward()
-    wanted = {name: p.grad for name, p in plain.named_parameters()}
-    judge.tensors(ranks, wanted, quantity="mean gradient of two backwards")
+    judge_step(world.run(in_a_list, subject, how), *LISTS[how][:2])
 
 
 def in_part(ctx, subject):
@@ -129,9 +120,10 @@ def in_part(ctx, subject):
 
     Without gradients: nothing is gathered ahead for a backward.
     """
-    module = sharded_apart(ctx)
+    module: Any = apart().to(ctx.device)
+    shard(ctx, subject, module, ("body+head",), reshard_after_forward=True)
     with torch.no_grad():
-        module(TOYS["mlp"].batch(7, rank=ctx.rank).to(ctx.device))
+        module(inputs(ctx.rank).to(ctx.device))
     with ctx.recording() as by_hand:
         module.body.unshard()
     return traffic.gathered(by_hand.log(), ctx.world_size)
@@ -146,7 +138,7 @@ def test_a_list_of_which_a_part_ran_is_freed(world, subject):
     """After a forward that ran part of a list, the full weights of the whole list MUST be freed."""
     ranks = world.run(in_part, subject)
 
-    whole = sum(p.numel() for p in of_integers(Apart()).parameters())
+    whole = sum(p.numel() for p in apart().parameters())
     judge.equal(ranks, whole, quantity="elements that had to be gathered again")
 
 

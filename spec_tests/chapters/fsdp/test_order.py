@@ -49,7 +49,7 @@ class Layer(nn.Module):
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH, bias=False)
         self.index = index
-        self.mark: Any = None
+        self.mark: Any = lambda label: None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         noted: torch.Tensor = Note.apply(x, self.mark, self.index)
@@ -90,8 +90,6 @@ def events(ctx, subject, hints):
     """Collectives of the second step among the moments at which layers compute."""
     model = chain(ctx, subject, hints)
     inputs = torch.ones(2, WIDTH, device=ctx.device, requires_grad=True)
-    for layer in model:
-        layer.mark = lambda label: None
     model(inputs).sum().backward()
     with ctx.recording() as recorder:
         for layer in model:
@@ -100,17 +98,23 @@ def events(ctx, subject, hints):
     return recorder.log()
 
 
-def _before(log, label):
-    """What was begun before a mark."""
-    return Log(log.events[: log.position(label)], peak_bytes=0)
+def judge_begun(logs, what, mark, least, likely, most=DEPTH):
+    """So many layers must be on their way before a mark: "gathered", "reduced", or "regathered".
 
-
-def _for_backward(log, label, num_ranks):
-    """How many units were gathered before a mark, beyond once for the forward.
-
-    A backward's gathers may be launched in its forward.
+    "regathered" leaves out those of a forward, in which a backward's gathers may be launched.
     """
-    return traffic.gathered(_before(log, label), num_ranks) // UNIT - DEPTH
+    __tracebackhide__ = True
+    for rank, log in enumerate(logs):
+        before = Log(log.events[: log.position(mark)], peak_bytes=0)
+        gathered = traffic.gathered(before, len(logs)) // UNIT
+        reduced = traffic.reduced(before) // UNIT
+        begun = {"gathered": gathered, "regathered": gathered - DEPTH, "reduced": reduced}[what]
+        judge.holds(
+            least <= begun <= most,
+            f"rank {rank}: expected {least} to {most} of {DEPTH} layers on their way to be {what} "
+            f"before {mark} is over, got {begun}",
+            likely=likely,
+        )
 
 
 @clause("fsdp.order.gathers-ahead-in-backward", source="contract: gathers-ahead; " + OVERLAP)
@@ -118,15 +122,9 @@ def test_backward_gathers_the_next_unit_before_it_computes(world, subject):
     """In backward, the next unit's gather MUST begin before the current unit has computed."""
     logs = world.run(events, subject, {})
 
-    for rank, log in enumerate(logs):
-        for index in range(DEPTH - 1, 0, -1):
-            begun = _for_backward(log, f"backward {index}", world.size)
-            judge.holds(
-                begun >= DEPTH - index + 1,
-                f"rank {rank}: expected layer {index - 1} to be on its way before the backward of "
-                f"layer {index} is over, got {begun} of {DEPTH} layers begun",
-                likely="each unit is gathered when it is needed, and waited for",
-            )
+    likely = "each unit is gathered when it is needed, and waited for"
+    for index in range(DEPTH - 1, 0, -1):
+        judge_begun(logs, "regathered", f"backward {index}", DEPTH - index + 1, likely)
 
 
 @clause("fsdp.order.reduces-during-backward", source="contract: flat-peak; " + OVERLAP)
@@ -134,16 +132,9 @@ def test_a_unit_is_reduced_while_backward_still_runs(world, subject):
     """In backward, a unit's reduction MUST begin before the second unit after it has computed."""
     logs = world.run(events, subject, {})
 
-    for rank, log in enumerate(logs):
-        for index in range(DEPTH - 2):
-            begun = traffic.reduced(_before(log, f"backward {index}")) // UNIT
-            wanted = DEPTH - index - 2
-            judge.holds(
-                begun >= wanted,
-                f"rank {rank}: expected {wanted} layers on their way to be reduced before the "
-                f"backward of layer {index} is over, got {begun}",
-                likely="everything is reduced after backward",
-            )
+    for index in range(DEPTH - 2):
+        likely = "everything is reduced after backward"
+        judge_begun(logs, "reduced", f"backward {index}", DEPTH - index - 2, likely)
 
 
 @clause(
@@ -157,15 +148,8 @@ def test_hinted_units_are_gathered_ahead(world, subject):
     ordinary: tuple[Any, ...] = (events, subject, {})
     logs = refusal.answer_or_refusal(world, events, subject, hints, ordinary=ordinary)
 
-    for rank, log in enumerate(logs or ()):
-        ahead = traffic.gathered(_before(log, "forward 0"), world.size) // UNIT
-        behind = _for_backward(log, "backward 3", world.size)
-        judge.holds(
-            ahead >= 3 and behind >= 4,
-            f"rank {rank}: expected 3 layers begun before layer 0 computes and 4 before the "
-            f"backward of layer 3 is over, got {ahead} and {behind}",
-            likely="the hint is stored and never read",
-        )
+    for what, mark, least in (("gathered", "forward 0", 3), ("regathered", "backward 3", 4)):
+        judge_begun(logs or (), what, mark, least, "the hint is stored and never read")
 
 
 @clause(
@@ -181,14 +165,7 @@ def test_a_backward_hint_takes_the_place_of_the_next_unit(world, subject):
     """
     logs = world.run(events, subject, {"backward": {ROOT: [3], 3: [1]}})
 
-    for rank, log in enumerate(logs):
-        begun = _for_backward(log, "backward 3", world.size)
-        judge.holds(
-            begun <= 2,
-            f"rank {rank}: expected layers 3 and 1 begun before the backward of layer 3 is over, "
-            f"got {begun} layers",
-            likely="the next unit is gathered as well",
-        )
+    judge_begun(logs, "regathered", "backward 3", 0, "the next unit is gathered as well", most=2)
 
 
 def hinted_training(ctx, subject, hints, order):
@@ -196,11 +173,8 @@ def hinted_training(ctx, subject, hints, order):
     model = chain(ctx, subject, hints)
     generator = torch.Generator().manual_seed(ctx.rank)
     found = {}
-    for layer in model:
-        layer.mark = lambda label: None
     for step, indices in enumerate(order):
-        x = torch.randn(2, WIDTH, generator=generator).to(ctx.device)
-        x = model(x, indices)
+        x = model(torch.randn(2, WIDTH, generator=generator).to(ctx.device), indices)
         x.square().mean().backward()
         found[f"output {step}"] = x.detach()
         for name, parameter in model.named_parameters():
@@ -238,9 +212,7 @@ PATIENCE_S = 5.0
 
 def overtaken(ctx, subject, phase):
     """Whether rank 0 computed the second layer of a pass while rank 1 was still in the first."""
-    torch.manual_seed(7)
-    model: Any = Chain(*[Layer(i) for i in range(DEPTH)]).to(ctx.device)
-    shard(ctx, subject, model, "children", reshard_after_forward=True)
+    model = chain(ctx, subject, {})
     order = range(DEPTH) if phase == "forward" else range(DEPTH)[::-1]
     first, second = (f"{phase} {index}" for index in list(order)[:2])
     reached = ctx.scratch / f"{subject}-{phase}"

@@ -8,28 +8,26 @@ See Micikevicius et al. 2018, and `torch.distributed.fsdp.MixedPrecisionPolicy`.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from spec_tests.chapters.fsdp.sharded import (
     BOTH,
     FULLY_SHARD,
-    SEED,
     finish,
     full_parameters,
-    judge_gradients,
-    on_rank,
+    judge_step,
     shard,
+    step_of,
+    toy_of,
 )
+from spec_tests.programs.law import same_as_alone
 from spec_tests.programs.laws import refusal, traffic
 from spec_tests.rig import judge
 from spec_tests.rig.clause import clauses
-from spec_tests.rig.judge import oracle
 from spec_tests.rig.judge.symptoms import Hint
 
 POLICY = "torch.distributed.fsdp.MixedPrecisionPolicy"
@@ -56,17 +54,35 @@ def constant(value, rows=4):
     return layer
 
 
-def embedding():
-    """Four rows of ones. As in a language model, whose layers get their inputs in one dtype."""
+def embedding(value=1.0):
+    """Four rows. As in a language model, whose layers get their inputs in one dtype."""
     layer = nn.Embedding(4, 4)
-    nn.init.ones_(layer.weight)
+    nn.init.constant_(layer.weight, value)
     return layer
 
 
-def output_of_fine_weights(ctx, subject):
-    """The output of weights that bfloat16 rounds to 1."""
-    model = in_half(ctx, subject, nn.Sequential(embedding(), constant(1 + FINE)))
+def fine():
+    """Weights that bfloat16 rounds to 1, behind a table of ones."""
+    return nn.Sequential(embedding(), constant(1 + FINE))
+
+
+def fine_table():
+    """A table whose values bfloat16 rounds to 1."""
+    return nn.Sequential(embedding(1 + FINE))
+
+
+def output_in_half(ctx, subject, build=fine):
+    """The output of a model for one token."""
+    model = in_half(ctx, subject, build())
     return {"output": model(torch.zeros(1, dtype=torch.long, device=ctx.device)).detach().double()}
+
+
+def judge_rounded(ranks, value, quantity, likely):
+    """Outputs must be those of weights that are 1, and not a little more."""
+    __tracebackhide__ = True
+    right = {"output": torch.full((1, 4), value, dtype=torch.float64)}
+    hint = Hint(likely, {"output": right["output"] * (1 + FINE)})
+    judge.tensors(ranks, right, quantity=quantity, hints=[hint])
 
 
 @of_both(
@@ -77,23 +93,9 @@ def output_of_fine_weights(ctx, subject):
 )
 def test_a_forward_computes_with_rounded_weights(world, subject):
     """A forward MUST compute with weights that were rounded to the dtype that was asked for."""
-    ranks = world.run(output_of_fine_weights, subject)
-
-    fine = {"output": torch.full((1, 4), 4 * (1 + FINE), dtype=torch.float64)}
-    judge.tensors(
-        ranks,
-        {"output": torch.full((1, 4), 4.0, dtype=torch.float64)},
-        quantity="output of weights that are 1 in bfloat16",
-        hints=[Hint("the output of the float32 weights: the dtype is ignored", fine)],
-    )
-
-
-def looked_up(ctx, subject):
-    """A row of a table whose values bfloat16 rounds to 1."""
-    table = embedding()
-    nn.init.constant_(table.weight, 1 + FINE)
-    model = in_half(ctx, subject, nn.Sequential(table))
-    return {"row": model(torch.zeros(1, dtype=torch.long, device=ctx.device)).detach().double()}
+    ranks = world.run(output_in_half, subject)
+    likely = "the output of the float32 weights: the dtype is ignored"
+    judge_rounded(ranks, 4.0, "output of weights that are 1 in bfloat16", likely)
 
 
 @of_both(
@@ -104,9 +106,8 @@ def looked_up(ctx, subject):
 )
 def test_a_table_is_looked_up_in_the_dtype_that_computes(world, subject):
     """An Embedding's rows MUST come in the dtype that was asked for, rounded to it."""
-    ones = {"row": torch.ones(1, 4, dtype=torch.float64)}
-    fine = Hint("the row in float32: a table is left out", {"row": ones["row"] * (1 + FINE)})
-    judge.tensors(world.run(looked_up, subject), ones, quantity="row of a table", hints=[fine])
+    ranks = world.run(output_in_half, subject, fine_table)
+    judge_rounded(ranks, 1.0, "row of a table", "the row in float32: a table is left out")
 
 
 def small_updates(ctx, subject):
@@ -132,16 +133,10 @@ def test_small_updates_are_not_rounded_away(world, subject):
     """Updates MUST be made to weights of the original dtype, however small they are."""
     ranks = world.run(small_updates, subject)
 
-    judge.tensors(
-        ranks,
-        {"weight": torch.full((4, 4), 1 - 16 * FINE)},
-        quantity="weight after sixteen updates of 2**-12",
-        hints=[
-            Hint(
-                "nothing moved: master weights in the computing dtype", {"weight": torch.ones(4, 4)}
-            )
-        ],
-    )
+    right = {"weight": torch.full((4, 4), 1 - 16 * FINE)}
+    likely = "nothing moved: master weights in the computing dtype"
+    stuck = Hint(likely, {"weight": torch.ones(4, 4)})
+    judge.tensors(ranks, right, quantity="weight after sixteen updates of 2**-12", hints=[stuck])
 
 
 class Average(nn.Module):
@@ -190,7 +185,7 @@ def test_what_an_optimizer_sees_keeps_its_dtype(world, subject):
 
 def fine_weights(ctx, subject, moment):
     """Full weights that bfloat16 cannot hold, once sharded or after a forward."""
-    model = in_half(ctx, subject, nn.Sequential(embedding(), constant(1 + FINE)))
+    model = in_half(ctx, subject, fine())
     if moment == "after-forward":
         model(torch.zeros(1, dtype=torch.long, device=ctx.device))
     return full_parameters(ctx, model, ("1.weight",))
@@ -225,19 +220,28 @@ class Tagged(nn.Module):
         return (self.weight * tag).sum()
 
 
-def tagged(ctx, subject, tags, reduce_dtype, cells, param_dtype=HALF):
+def tagged(ctx, subject, tags, cells, dtype=torch.float32, **policy):
     """The gradient after micro-batches with these numbers, the last of them reduced.
 
-    Without a `param_dtype` the model itself is in bfloat16.
+    Args:
+        cells: what a rank multiplies its numbers by, in turn.
+        dtype: that of the model.
     """
-    module = Tagged() if param_dtype else Tagged().to(HALF)
-    model = in_half(ctx, subject, module, reduce_dtype=reduce_dtype, param_dtype=param_dtype)
+    model = in_half(ctx, subject, Tagged().to(dtype), **policy)
     for micro, tag in enumerate(tags):
         if tags[1:]:
             model.set_requires_gradient_sync(micro == len(tags) - 1)
-        model(torch.tensor(float(cells[ctx.rank] * tag), device=ctx.device)).backward()
+        number = float(cells[ctx.rank % len(cells)] * tag)
+        model(torch.tensor(number, device=ctx.device)).backward()
     gradient = next(iter(model.parameters())).grad
     return {"gradient": gradient.full_tensor().float()}
+
+
+def judge_tagged(ranks, right, quantity, likely):
+    """The gradient must be this number; `likely` are others, by what they come from."""
+    __tracebackhide__ = True
+    hints = [Hint(means, {"gradient": torch.full((6,), wrong)}) for means, wrong in likely.items()]
+    judge.tensors(ranks, {"gradient": torch.full((6,), right)}, quantity=quantity, hints=hints)
 
 
 @clause("fsdp.precision.reduces-in-its-dtype", source=f"contract: reduces; {POLICY}, reduce_dtype")
@@ -246,33 +250,31 @@ def test_gradients_are_added_in_the_reduction_dtype(world, subject):
 
     The sum of 256 and 1 is 257, which bfloat16 cannot hold.
     """
-    ranks = world.run(tagged, subject, (1,), torch.float32, (256, 1))
+    ranks = world.run(tagged, subject, (1,), (256, 1), reduce_dtype=torch.float32)
 
-    judge.tensors(
-        ranks,
-        {"gradient": torch.full((6,), 128.5)},
-        quantity="mean of 256 and 1",
-        hints=[Hint("the sum was rounded to bfloat16", {"gradient": torch.full((6,), 128.0)})],
-    )
+    judge_tagged(ranks, 128.5, "mean of 256 and 1", {"the sum was rounded to bfloat16": 128.0})
 
 
 @clause(
     "fsdp.precision.accumulates-in-its-dtype",
     source="contract: accumulates; test_fully_shard_pending_grad; DeepSpeed issues 2352 and 2768",
 )
-@pytest.mark.parametrize("param_dtype", [HALF, None], ids=["policy", "model"])
-def test_gradients_wait_in_the_reduction_dtype(world, subject, param_dtype):
+@pytest.mark.parametrize("dtypes", [(torch.float32, HALF), (HALF, None)], ids=["policy", "model"])
+def test_gradients_wait_in_the_reduction_dtype(world, subject, dtypes):
     """With reduce_dtype float32, gradients that wait for their reduction MUST add up in float32.
 
     256, then 1, then 1: in bfloat16 both are gone, which itself holds their sum. The forward is in
     bfloat16 because the policy says so, or because the model is.
     """
-    ranks = world.run(tagged, subject, (256, 1, 1), torch.float32, (1, 1), param_dtype)
+    dtype, param_dtype = dtypes
+    policy = {"param_dtype": param_dtype, "reduce_dtype": torch.float32}
+    ranks = world.run(tagged, subject, (256, 1, 1), (1,), dtype, **policy)
 
-    lost = Hint("accumulated in bfloat16: both ones were lost", {"gradient": torch.full((6,), 256)})
-    alone = Hint("the last micro-batch alone", {"gradient": torch.full((6,), 1.0)})
-    right = {"gradient": torch.full((6,), 258.0)}
-    judge.tensors(ranks, right, quantity="sum of 256, 1 and 1", hints=[lost, alone])
+    likely = {
+        "accumulated in bfloat16: both ones were lost": 256.0,
+        "the last micro-batch alone": 1.0,
+    }
+    judge_tagged(ranks, 258.0, "sum of 256, 1 and 1", likely)
 
 
 def sent_dtypes(ctx, subject, reduce_dtype):
@@ -308,15 +310,6 @@ LARGE = 60000.0
 """Near the largest number of float16, 65504."""
 
 
-def mean_of_large_gradients(ctx, subject):
-    """A mean gradient that float16 holds, out of a sum that it does not."""
-    policy = ctx.impl.MixedPrecisionPolicy(reduce_dtype=torch.float16)
-    model = shard(ctx, subject, constant(0.0).to(ctx.device), (), mp_policy=policy)
-    (LARGE * model(torch.ones(1, 4, device=ctx.device))).sum().backward()
-    gradient: Any = next(iter(model.parameters())).grad
-    return {"gradient": gradient.full_tensor().clone()}
-
-
 @clause(
     "fsdp.precision.float16-does-not-overflow",
     level="production",
@@ -325,26 +318,20 @@ def mean_of_large_gradients(ctx, subject):
 )
 def test_a_mean_that_float16_holds_does_not_overflow_on_the_way(world, subject):
     """In float16, gradients of 60000 on all ranks MUST give 60000: their sum is beyond it."""
-    ranks = world.run(mean_of_large_gradients, subject)
+    policy = {"param_dtype": None, "reduce_dtype": torch.float16}
+    ranks = world.run(tagged, subject, (1,), (LARGE,), **policy)
 
-    judge.tensors(
-        ranks,
-        {"gradient": torch.full((4, 4), LARGE)},
-        quantity="mean gradient reduced in float16",
-        hints=[Hint("the sum overflowed", {"gradient": torch.full((4, 4), torch.inf)})],
+    judge_tagged(
+        ranks, LARGE, "mean gradient reduced in float16", {"the sum overflowed": torch.inf}
     )
 
 
 def of_two_dtypes(ctx, subject, toy):
-    """Gradients of a unit of two dtypes that are reduced in one."""
-    rank = on_rank(ctx, subject, f"{toy} root wide-reduced")
-    loss = rank.loss("0")
-    with refusal.caught() as late:  # a refusal comes before
-        loss.backward()
-    if late["error"]:
-        return late["error"], {}, {}
-    dtypes = {name: str(p.grad.dtype) for name, p in rank.named() if p.grad is not None}
-    return "", dtypes, rank.gradients()
+    """A step of a unit of two dtypes whose gradients are reduced in one."""
+    policy = ctx.impl.MixedPrecisionPolicy(reduce_dtype=torch.double)
+    build, batch = toy_of(toy)
+    options = {"units": "root", "notes_late": True, "mp_policy": policy}
+    return step_of(ctx, subject, build(), batch=batch, **options)
 
 
 @clause(
@@ -360,27 +347,10 @@ def test_gradients_of_two_dtypes_are_reduced_in_one(world, subject):
     It may be refused, by the forward: a backward has nobody to tell.
     """
     usual = (of_two_dtypes, subject, "even")
-    ranks = refusal.answer_or_refusal(world, of_two_dtypes, subject, "two-dtypes", ordinary=usual)
-    if ranks is None:
-        return
-    late, dtypes, gradients = zip(*ranks, strict=True)
-    judge.equal(late, "", quantity="error of the backward")
-    wanted = {name: str(p.dtype) for name, p in oracle.parameters("double", SEED).items()}
-    judge.equal(dtypes, wanted, quantity="dtypes of gradients")
-    judge_gradients(gradients, subject, "two-dtypes root: backward 0")
-
-
-def with_and_without_recomputation(ctx, subject):
-    """Output and gradient of the input, of a unit whose output_dtype is wider."""
-    policy = ctx.impl.MixedPrecisionPolicy(param_dtype=HALF, output_dtype=torch.float32)
-    layer: Any = shard(ctx, subject, constant(1.0).to(ctx.device), (), mp_policy=policy)
-    found = []
-    for call in (lambda f, x: f(x), partial(checkpoint, use_reentrant=False)):
-        x = torch.ones(1, 4, device=ctx.device, requires_grad=True)
-        output = call(lambda x: (layer(x) + FINE).square(), x)
-        output.sum().backward()
-        found.append({"output": output.detach(), "gradient": x.grad})
-    return found
+    ranks = refusal.answer_or_refusal(world, of_two_dtypes, subject, "double", ordinary=usual)
+    if ranks is not None:
+        build, batch = toy_of("double")
+        judge_step(ranks, build, batch=batch)
 
 
 @clause(
@@ -392,8 +362,7 @@ def with_and_without_recomputation(ctx, subject):
 )
 def test_what_is_recomputed_has_the_same_dtypes(world, subject):
     """A forward that a backward repeats MUST be cast as the first: checkpointing changes no bit."""
-    for usual, recomputed in world.run(with_and_without_recomputation, subject):
-        judge.tensors([recomputed], usual, quantity="value with activation checkpointing")
+    same_as_alone(world, subject, "narrow brain-reduced-wide all-again: backward 0")
 
 
 class UsedTwice(nn.Module):
@@ -429,7 +398,7 @@ def test_a_layer_used_twice_in_half_precision_gets_both_shares(world, subject):
     Each call may make its own cast copy, and the gradient of each must reach the shard.
     """
     ranks = refusal.answer_or_refusal(
-        world, reused_in_half, subject, ordinary=(output_of_fine_weights, subject)
+        world, reused_in_half, subject, ordinary=(output_in_half, subject)
     )
     if ranks is None:
         return

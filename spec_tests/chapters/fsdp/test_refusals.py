@@ -46,7 +46,8 @@ class Strided(nn.Module):
         self.transposed = nn.Parameter(torch.ones(6, 4).T)
 
 
-CASES = {
+AT_ONCE: dict[str, tuple[Any, str]] = {
+    # how to build it, a word that the error must say
     "scalar": (Scaled, "temperature"),
     "strided": (Strided, ""),
     "container": (lambda: nn.ModuleList([nn.Linear(4, 4)]), "ModuleList"),
@@ -63,40 +64,35 @@ def error_of(work, kinds=Exception):
     return ""
 
 
-def says(words, error, where, likely):
-    """There must be an error, with one of the words in it."""
+def says(words, errors, likely):
+    """On every rank there must be an error, with one of the words in it."""
     __tracebackhide__ = True
     asked = " or ".join(map(repr, words.split("|"))) if words else ""
-    judge.holds(
-        bool(error) and any(word in error for word in words.split("|")),
-        f"{where}: expected an error{f' that says {asked}' if asked else ''}, "
-        f"got {error[:200] or 'none'}",
-        likely=likely,
-    )
+    for rank, error in enumerate(errors):
+        judge.holds(
+            bool(error) and any(word in error for word in words.split("|")),
+            f"rank {rank}: expected an error{f' that says {asked}' if asked else ''}, "
+            f"got {error[:200] or 'none'}",
+            likely=likely,
+        )
 
 
 def refused(ctx, subject, case):
     """What was raised."""
     ctx.impl.fully_shard(nn.Linear(4, 4))  # who cannot do this refuses nothing
-    build, _ = CASES[case]
-    module = build().to(ctx.device)
-    options = {}
+    module, options = AT_ONCE[case][0]().to(ctx.device), {}
     if case == "mesh-of-three":
-        names = ("a", "b", "c")
-        options["mesh"] = ctx.mesh((1, 1, ctx.world_size), names)
+        options["mesh"] = ctx.mesh((1, 1, ctx.world_size), ("a", "b", "c"))
     kinds = (ValueError, NotImplementedError, TypeError)
     return error_of(lambda: ctx.impl.fully_shard(module, **options), kinds)
 
 
 @clause("fsdp.refusals.at-once-and-by-name", source="contract: as-pytorch; " + PAGE)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", AT_ONCE)
 def test_what_cannot_be_sharded_is_refused_at_once(world, subject, case):
     """Scalars, strided parameters, containers and odd meshes MUST be refused when sharding."""
-    errors = world.run(refused, subject, case)
-
     late = "it is found out later, in a collective, on some ranks"
-    for rank, error in enumerate(errors):
-        says(CASES[case][1], error, f"rank {rank}, {case}", likely=late)
+    says(AT_ONCE[case][1], world.run(refused, subject, case), late)
 
 
 class Table(nn.Module):
@@ -124,17 +120,17 @@ def _half_on_meta(ctx):
     return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, bias=False, device="meta"))
 
 
+def _layer(ctx):
+    return nn.Linear(4, 4)
+
+
 BAD: dict[str, tuple[Any, dict[str, Any], str]] = {
     # how to build it, options, words of which the error must say one
     "sharded-otherwise": (_distributed, {}, "weight"),
-    "sharded-twice": (lambda ctx: nn.Linear(4, 4), {}, "Linear"),
+    "sharded-twice": (_layer, {}, "Linear"),
     "half-on-meta": (_half_on_meta, {}, "weight|meta"),
-    "integer-dtype": (lambda ctx: nn.Linear(4, 4), {"param_dtype": torch.int32}, "dtype"),
-    "odd-option": (
-        lambda ctx: nn.Linear(4, 4),
-        {"reshard_after_forward": "yes"},
-        "reshard_after_forward",
-    ),
+    "integer-dtype": (_layer, {"param_dtype": torch.int32}, "dtype"),
+    "odd-option": (_layer, {"reshard_after_forward": "yes"}, "reshard_after_forward"),
     "integers": (lambda ctx: Table(), {}, "table|int64"),
 }
 
@@ -178,16 +174,14 @@ def test_bad_input_is_an_error_on_every_rank_by_the_first_step(world, subject, c
     Integers among the parameters may also be right, gathered like the others; so may what is
     distributed already, taken whole and cut anew.
     """
-    ranks = world.run(tried, subject, case)
+    errors, found = zip(*world.run(tried, subject, case), strict=True)
 
-    astray = "it trains, on something else than was meant"
-    for rank, (error, found) in enumerate(ranks):
-        if case in BUILT_PLAIN and not error:
-            torch.manual_seed(7)
-            right = {"output": BUILT_PLAIN[case]()(torch.ones(2, 4)).detach()}
-            judge.tensors([found], right, quantity="output")
-        else:
-            says(BAD[case][2], error, f"rank {rank}, {case}", likely=astray)
+    if case in BUILT_PLAIN and not any(errors):
+        torch.manual_seed(7)
+        right = {"output": BUILT_PLAIN[case]()(torch.ones(2, 4)).detach()}
+        judge.tensors(found, right, quantity="output")
+    else:
+        says(BAD[case][2], errors, "it trains, on something else than was meant")
 
 
 class Inner(torch.Tensor):
@@ -209,32 +203,37 @@ class Inner(torch.Tensor):
         return tree_map_only(torch.Tensor, cls, func(*args, **kwargs))
 
 
-class Unbegun(Inner):
-    """One that has only the second of the two all-gather methods."""
-
-    def fsdp_post_all_gather(self, outputs, metadata, param_dtype, *, out=None):
-        """As below."""
-        return None if out is not None else (outputs[0], ())
+def pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
+    """What is sent in place of the shard, twice as much, and what the other side should know."""
+    return (2 * self.held,), None
 
 
-class Unfinished(Inner):
-    """One that has only the first of them, which doubles it."""
-
-    def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
-        """What is sent in place of the shard, and what the other side should know."""
-        return (2 * self.held,), None
+def post_all_gather(self, outputs, metadata, param_dtype, *, out=None):
+    """What is computed with, and what is freed beside it."""
+    return None if out is not None else (outputs[0], ())
 
 
-class Carried(Unfinished):
-    """The same with both methods."""
+class Carried(Inner):
+    """One whose gather doubles it."""
 
-    def fsdp_post_all_gather(self, outputs, metadata, param_dtype, *, out=None):
-        """What is computed with, and what is freed beside it."""
-        return None if out is not None else (outputs[0], ())
+    fsdp_pre_all_gather = pre_all_gather
+    fsdp_post_all_gather = post_all_gather
 
 
 class Heir(Carried):
     """A recipe of its own that leaves the gather to its base class."""
+
+
+class Unfinished(Inner):
+    """One that has only the first of the two methods."""
+
+    fsdp_pre_all_gather = pre_all_gather
+
+
+class Unbegun(Inner):
+    """One that has only the second of them."""
+
+    fsdp_post_all_gather = post_all_gather
 
 
 def carried(ctx, subject, kind):
@@ -267,15 +266,14 @@ def test_how_a_class_is_gathered_is_done_or_refused(world, subject, kind):
 
     One without the other is refused, in any words.
     """
-    ranks = world.run(carried, subject, kind)
+    errors, found = zip(*world.run(carried, subject, kind), strict=True)
 
-    for rank, (error, found) in enumerate(ranks):
-        if kind in (Unfinished, Unbegun):
-            judge.holds(bool(error), f"rank {rank}: expected an error, got outputs of {found}")
-        elif found:
-            judge.tensors([found], {"output": torch.full((4,), 8.0)}, quantity="output")
-        else:
-            says("fsdp_pre_all_gather", error, f"rank {rank}", "it fails somewhere inside")
+    if kind in (Unfinished, Unbegun):
+        says("", errors, "one method is taken for both: shards are used as they are")
+    elif any(errors):
+        says("fsdp_pre_all_gather", errors, "it fails somewhere inside")
+    else:
+        judge.tensors(found, {"output": torch.full((4,), 8.0)}, quantity="output")
 
 
 def unequal(ctx, subject, difference):
@@ -290,8 +288,7 @@ def unequal(ctx, subject, difference):
     options = {}
     if "of-a-" in difference:
         sizes = (2, 2) if difference.endswith("mesh") else (ctx.world_size, 1)
-        names = ("replicate", "shard")
-        options["mesh"] = ctx.mesh(sizes, names)
+        options["mesh"] = ctx.mesh(sizes, ("replicate", "shard"))
     if is_other and difference.startswith("policy"):
         options["mp_policy"] = ctx.impl.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     with refusal.caught() as error:

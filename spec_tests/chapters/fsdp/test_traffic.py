@@ -18,19 +18,17 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from spec_tests.chapters.fsdp.sharded import (
     FULLY_SHARD,
-    loss_of,
+    judge_messages,
+    judge_sent,
     numel,
-    on_rank,
-    recorded,
+    sent_by,
     shard,
-    sharded_toy,
     units_of,
 )
-from spec_tests.programs.calls import parsed
+from spec_tests.programs.law import same_as_alone
 from spec_tests.programs.laws import agreement, footprint, large_worlds, refusal, traffic
 from spec_tests.rig import judge
 from spec_tests.rig.clause import clauses
@@ -42,46 +40,7 @@ clause = clauses(judges=FULLY_SHARD, level="production")
 STAGES = "Rajbhandari et al. 2020, section 7; test_fully_shard_comm"
 
 
-def steps_sent(ctx, subject, toy, reshard_after_forward, keeps=False, flags=(True,), steps=3):
-    """What the passes of every step send, and its update."""
-    model = sharded_toy(ctx, subject, toy, reshard_after_forward=reshard_after_forward)
-    optimizer = torch.optim.SGD(model.parameters(), lr=2.0**-16, foreach=False)
-    told: dict[str, bool] = {}
-    found = []
-
-    def tell(setter, flag):
-        """Nothing is called where that is so already."""
-        if told.get(setter, True) != flag:
-            getattr(model, setter)(flag)
-        told[setter] = flag
-
-    for _ in range(steps):
-        with ctx.recording() as passes:
-            for micro, is_reduced in enumerate(flags):
-                tell("set_requires_gradient_sync", is_reduced)
-                tell("set_reshard_after_backward", not keeps or micro == len(flags) - 1)
-                loss_of(ctx, model, toy, micro).backward()
-        with ctx.recording() as update:
-            optimizer.step()
-            optimizer.zero_grad()
-        found.append({"passes": passes.log(), "update": update.log()})
-    return found
-
-
-def _judge_volumes(ranks, wanted, given):
-    """`wanted`: elements gathered in a step, and reduced."""
-    __tracebackhide__ = True
-    for rank, seen in enumerate(ranks):
-        for number, step in enumerate(seen[1:], start=2):
-            log = traffic.together(*step.values())
-            got = (traffic.gathered(log, len(ranks)), traffic.reduced(log))
-            judge.holds(
-                got == wanted,
-                f"rank {rank}, step {number}: expected {wanted[0]} elements gathered and "
-                f"{wanted[1]} reduced in the whole step, got {got[0]} and {got[1]}",
-                likely="a setting is not read, or something is gathered or reduced twice",
-                given=given,
-            )
+STEP = "backward 0, step"
 
 
 @clause(
@@ -89,60 +48,61 @@ def _judge_volumes(ranks, wanted, given):
     source="contract: no-extra-bytes, trained-only; " + STAGES,
     worlds=(2, 3),
 )
-@pytest.mark.parametrize("setting", [True, False, None])
+@pytest.mark.parametrize("setting", ["freed", "held", "usual"], ids=["True", "False", "None"])
 def test_a_step_gathers_and_reduces_as_often_as_the_setting_says(world, subject, setting):
     """A step MUST gather one copy, what was freed after forward once more, and reduce one copy."""
-    ranks = world.run(steps_sent, subject, "even", setting)
+    scene = f"even {setting}"
+    logs = world.run(sent_by, subject, scene, STEP, STEP, STEP)
 
     whole, root = numel("even"), numel("even", "gain")
-    again = {True: whole, False: 0, None: whole - root}[setting]
-    _judge_volumes(ranks, (whole + again, whole), f"reshard_after_forward={setting}")
+    again = {"freed": whole, "held": 0, "usual": whole - root}[setting]
+    judge_sent(logs, whole + again, whole, f"{scene}, third step")
 
 
 @clause(
     "fsdp.traffic.ints-for-true-and-false",
     source="contract: partial-reshard; "
     "torch.distributed.fsdp.fully_shard: reshard_after_forward as an int",
-    worlds=(2, 3),
+    worlds=(2,),
 )
-@pytest.mark.parametrize("kept", [False, True], ids=["all-ranks", "one"])
-def test_the_ints_at_both_ends_mean_true_and_false(world, subject, kept):
+@pytest.mark.parametrize("copies", [2, 1], ids=["all-ranks", "one"])
+def test_the_ints_at_both_ends_mean_true_and_false(world, subject, copies):
     """`reshard_after_forward` of all ranks MUST act as True and 1 as False, or be refused."""
-    setting, ordinary = 1 if kept else world.size, (steps_sent, subject, "even", True)
-    ranks = refusal.answer_or_refusal(
-        world, steps_sent, subject, "even", setting, ordinary=ordinary
-    )
+    scene = "even in-part" if copies == 2 else "even held-by-one"
+    asked, usual = (sent_by, subject, scene, STEP, STEP), (sent_by, subject, "even", STEP)
+    logs = refusal.answer_or_refusal(world, *asked, ordinary=usual)
 
-    if ranks is not None:
+    if logs is not None:
         whole = numel("even")
-        wanted = (whole if kept else 2 * whole, whole)
-        _judge_volumes(ranks, wanted, f"reshard_after_forward={setting}")
+        judge_sent(logs, copies * whole, whole, scene)
+
+
+WINDOWS = {
+    # scene, the calls of a window, copies that are gathered and reduced in it
+    "freed-each": ("freed", "backward 0, backward 1, backward 2, step", 6, 3),
+    "freed-last": ("freed", "accumulate 0, accumulate 1, backward 2, step", 6, 1),
+    "kept-each": ("held", "keep True, backward 0, backward 1, keep False, backward 2, step", 1, 3),
+    "kept-last": (
+        "held",
+        "keep True, accumulate 0, accumulate 1, keep False, backward 2, step",
+        1,
+        1,
+    ),
+}
 
 
 @clause(
     "fsdp.traffic.copies-per-window",
     source=f"contract: unreduced, resharding; {STAGES}; Efficient DL week 5, the bonuses",
 )
-@pytest.mark.parametrize("reduces", ["each", "last"])
-@pytest.mark.parametrize("keeps", [False, True], ids=["freed", "kept"])
-def test_a_window_sends_as_often_as_its_settings_say(world, subject, keeps, reduces):
+@pytest.mark.parametrize("window", WINDOWS)
+def test_a_window_sends_as_often_as_its_settings_say(world, subject, window):
     """In a window of micro-batches, kept weights MUST NOT be gathered again, nor sums reduced."""
-    flags = (True, True, True) if reduces == "each" else (False, False, True)
-    ranks = world.run(steps_sent, subject, "even", not keeps, keeps, flags, 2)
+    word, calls, gathered, reduced = WINDOWS[window]
+    logs = world.run(sent_by, subject, f"even {word}", calls, calls)
 
     whole = numel("even")
-    wanted = (whole if keeps else 2 * len(flags) * whole, sum(flags) * whole)
-    given = f"{len(flags)} micro-batches, weights {'kept' if keeps else 'freed'}, reduced {reduces}"
-    _judge_volumes(ranks, wanted, given)
-
-
-def half_frozen(ctx, subject):
-    """What a step gathers and reduces with some parameters frozen."""
-    rank = on_rank(ctx, subject, "even root")
-    for name, parameter in rank.named():
-        parameter.requires_grad_(name not in ("up.bias", "down.weight"))
-    sent = traffic.together(*recorded(ctx, rank, "0"))
-    return traffic.gathered(sent, ctx.world_size), traffic.reduced(sent)
+    judge_sent(logs, gathered * whole, reduced * whole, f"even {word}: {calls}, second window")
 
 
 @clause(
@@ -152,16 +112,12 @@ def half_frozen(ctx, subject):
 )
 def test_frozen_parameters_are_gathered_and_not_reduced(world, subject):
     """Frozen parameters MUST be gathered with the others, and MUST NOT be reduced."""
-    ranks = world.run(half_frozen, subject)
+    logs = world.run(sent_by, subject, "even root not-the-ends", "backward 0")
 
+    *_, last = TOYS["even"].build(0).named_parameters()
     whole = numel("even")
-    trains = numel("even", "embed.weight", "up.weight", "gain")
-    for rank, seen in enumerate(ranks):
-        judge.holds(
-            seen == (whole, trains),
-            f"rank {rank}: expected {whole} elements gathered and {trains} reduced, got {seen}",
-            likely="zeros are sent for frozen parameters",
-        )
+    frozen = "two frozen parameters: zeros are sent if more is reduced"
+    judge_sent(logs, whole, whole - numel("even", "gain", last[0]), frozen)
 
 
 @clause(
@@ -175,20 +131,10 @@ def test_the_parameters_of_a_unit_travel_together(world, subject):
 
     Small messages cost their latency: eleven parameters in eleven gathers wait eleven times.
     """
-    ranks = world.run(steps_sent, subject, "ragged", True)
+    logs = world.run(sent_by, subject, "ragged freed", STEP, STEP, STEP)
 
     units = len(units_of(TOYS["ragged"].build(7))) + 1  # and the root
-    for rank, seen in enumerate(ranks):
-        step = traffic.together(*seen[-1].values())
-        gathers = traffic.messages(step, world.size, *traffic.GATHERS)
-        reductions = traffic.messages(step, world.size, *traffic.REDUCTIONS)
-        judge.holds(
-            gathers <= 2 * units and reductions <= units,
-            f"rank {rank}: expected at most {2 * units} gathers and {units} reductions in a step "
-            f"for {units} units (a broadcast or reduce per rank is one), got {gathers:g} and "
-            f"{reductions:g}",
-            likely="parameters are sent one by one",
-        )
+    judge_messages(logs, units, "parameters are sent one by one")
 
 
 @clause(
@@ -198,10 +144,9 @@ def test_the_parameters_of_a_unit_travel_together(world, subject):
 )
 def test_all_ranks_issue_the_same_collectives(world, subject):
     """All ranks MUST issue the same sequence of collectives, those without rows too."""
-    ranks = world.run(steps_sent, subject, "ragged", True)
+    logs = world.run(sent_by, subject, "ragged freed", STEP, STEP, STEP)
 
-    steps = [traffic.together(*rank[-1].values()) for rank in ranks]
-    agreement.same_collectives(steps, given="third step")
+    agreement.same_collectives(logs, given="third step")
 
 
 @clause(
@@ -210,46 +155,15 @@ def test_all_ranks_issue_the_same_collectives(world, subject):
 )
 def test_an_update_sends_nothing(world, subject):
     """An optimizer step MUST send nothing but gathers that the passes then send no more."""
-    ranks = world.run(steps_sent, subject, "even", True)
-
-    updates = [rank[-1]["update"] for rank in ranks]
-    traffic.silent([traffic.without_gathers(log) for log in updates], when="in the optimizer step")
-    if any(traffic.volume(log, *traffic.GATHERS) for log in updates):
-        _judge_volumes(ranks, (2 * numel("even"), numel("even")), "gathers in the optimizer step")
-
-
-def gathered_by_hand(ctx, subject):
-    """What a second unshard sends, and a forward after it."""
-    rank = on_rank(ctx, subject, "even held")
-    with ctx.recording() as first:
-        rank.follow(parsed("unshard now"))
-    with ctx.recording() as second:
-        rank.follow(parsed("unshard now, forward 0"))
-    return [traffic.gathered(recorder.log(), ctx.world_size) for recorder in (first, second)]
+    situation = f"even freed: {STEP}, {STEP}, {STEP}"
+    same_as_alone(world, subject, situation, looks=("sent", "afterwards"), values=False)
 
 
 @clause("fsdp.traffic.unsharded-once", source="contract: by-hand; FSDPModule.unshard")
-def test_what_is_unsharded_is_not_gathered_again(world, subject):
+@pytest.mark.parametrize("again", ["unshard now", "evaluate 0"], ids=["by-hand", "by-a-forward"])
+def test_what_is_unsharded_is_not_gathered_again(world, subject, again):
     """What was unsharded by hand MUST NOT be gathered again, by hand or by the forward after it."""
-    ranks = world.run(gathered_by_hand, subject)
-
-    judge.equal(ranks, [numel("even"), 0], quantity="elements gathered first and afterwards")
-
-
-def recomputing(ctx, subject):
-    """Elements gathered in a step where checkpoint() surrounds every unit."""
-    torch.manual_seed(7)
-    layers: Any = nn.ModuleList(nn.Linear(4, 4) for _ in range(3)).to(ctx.device)
-    for layer in layers:
-        ctx.impl.fully_shard(layer, reshard_after_forward=True)
-    x = torch.ones(2, 4, device=ctx.device, requires_grad=True)
-    for _ in range(2):
-        with ctx.recording() as recorder:
-            y = x
-            for layer in layers:
-                y = checkpoint(layer, y, use_reentrant=False)
-            y.sum().backward()
-    return traffic.gathered(recorder.log(), ctx.world_size)
+    same_as_alone(world, subject, f"even held: unshard now, {again}", looks=("sent",), values=False)
 
 
 @clause(
@@ -259,10 +173,10 @@ def recomputing(ctx, subject):
 )
 def test_a_unit_that_is_recomputed_is_gathered_once_in_backward(world, subject):
     """Where checkpoint surrounds a unit, a step MUST gather it twice: for forward and backward."""
-    ranks = world.run(recomputing, subject)
+    scene, calls = "even layers freed called-again", "backward 0, zero_grad none"
+    logs = world.run(sent_by, subject, scene, calls, calls)
 
-    whole = 3 * (4 * 4 + 4)
-    judge.equal(ranks, 2 * whole, quantity="elements gathered in forward and backward")
+    judge_sent(logs, 2 * numel("even"), numel("even"), scene)
 
 
 WIDTH, DEPTH = 64, 4
@@ -313,23 +227,11 @@ def test_a_step_sends_no_more_on_many_ranks(world, subject, num_ranks):
     agreement.same_collectives(logs, given=f"a step, {large_worlds.both(num_ranks)}")
 
 
-def sent_by_a_late_wait(ctx, subject):
-    """What waiting for a gather sends, and leaves, once the unit was freed again."""
-    model = sharded_toy(ctx, subject, "even")
-    handle = model.unshard(async_op=True)
-    model.reshard()
-    with ctx.recording() as recorder:
-        handle.wait()
-    kinds = sorted({type(p).__name__ for p in model.parameters()})
-    return traffic.gathered(recorder.log(), ctx.world_size), kinds
-
-
 @clause("fsdp.traffic.wait-after-reshard", source="contract: async-unshard")
 def test_waiting_for_a_discarded_gather_sends_nothing(world, subject):
     """After `reshard`, waiting for a gather from before it MUST NOT gather or unshard again."""
-    gathered, kinds = zip(*world.run(sent_by_a_late_wait, subject), strict=True)
-    judge.equal(gathered, 0, quantity="elements gathered by wait() after reshard()")
-    judge.equal(kinds, ["DTensor"], quantity="kinds of parameters after that wait()")
+    situation = "even: unshard in-flight, reshard, wait"
+    same_as_alone(world, subject, situation, looks=("sent",), values=False)
 
 
 @clause(

@@ -18,7 +18,7 @@ UNIT = Source("solution.parallel.fsdp.unit")
 
 FSDP.near_miss(
     "fsdp.one-dtype-for-all",
-    "fsdp.backward.two-dtypes-in-a-unit",
+    "fsdp.programs.any-situation",
     "  def reduce(self, pieces: list[Piece]) -> None:",
     "+     for piece in pieces:",
     "+         piece.pending = piece.pending.to(pieces[0].pending.dtype)",
@@ -193,7 +193,7 @@ UNIT.near_miss(
 
 MODULE.near_miss(
     "fsdp.methods-end-unguarded",
-    "fsdp.lifecycle.registered-method-after-exception",
+    "fsdp.programs.any-production-situation",
     "- finally:",
     "+ except ArithmeticError:",
     "+     raise",

@@ -78,7 +78,7 @@ UNIT.near_miss(
 
 API.near_miss(
     "fsdp.reduces-in-training-mode",
-    "fsdp.backward.in-evaluation-mode",
+    "fsdp.programs.any-situation",
     "+ if self.training:",
     "- self._reducer.finish()",
     "+     self._reducer.finish()",

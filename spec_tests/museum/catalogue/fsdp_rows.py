@@ -117,7 +117,7 @@ FSDP.near_miss(
 
 FSDP.near_miss(
     "fsdp.part-in-wrong-order",
-    "fsdp.forward.resharding-to-a-part",
+    "fsdp.programs.any-production-situation",
     "+ if type(self.raf) is int and self.in_backward:",
     "+     whole = whole.view(self.size(), -1).roll(self.raf, dims=0).reshape(-1)",
     "  return whole.view(self.size(), -1).split(lengths, dim=1)",

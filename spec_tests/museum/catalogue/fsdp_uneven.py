@@ -116,7 +116,7 @@ UNIT.near_miss(
 
 UNIT.near_miss(
     "fsdp.half-mean-of-shards",
-    "fsdp.precision.float16-over-replicas",
+    "fsdp.programs.any-production-situation",
     "- return power, 1.0, (factor or first * second) / power",
     "+ return power, 1.0, (factor or first) / power",
     does="Divides by the ranks that shard, where a sum of float16 is divided early.",
@@ -126,7 +126,7 @@ UNIT.near_miss(
 
 UNIT.near_miss(
     "fsdp.any-step-counts",
-    "fsdp.lifecycle.anothers-step",
+    "fsdp.programs.any-situation",
     "- unit.num_updates += any(id(p.sharded) in stepped for p in unit.parameters)",
     "+ unit.num_updates += bool(stepped)",
     does="Takes the step of any optimizer for an update of every unit.",
