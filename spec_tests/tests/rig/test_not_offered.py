@@ -86,9 +86,7 @@ def outcomes(worlds: Worlds, file: Path, text: str, chosen: str = "") -> dict[st
 
 
 @pytest.mark.parametrize("chapter", sorted({clause.chapter for clause in load_all()}))
-def test_what_refuses_every_call_is_offered_nowhere(
-    simulated: Worlds, folder: Path, chapter: str
-):
+def test_what_refuses_every_call_is_offered_nowhere(simulated: Worlds, folder: Path, chapter: str):
     found = outcomes(simulated, folder / "open.py", OPEN, f"{chapter}.")
     assert {name: outcome for name, outcome in found.items() if outcome not in SILENT} == {}
 
