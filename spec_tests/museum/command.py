@@ -45,6 +45,11 @@ def main(arguments: Sequence[str]) -> int:
         action="store_true",
         help="only what must be accepted: benign ones by all, some others by a sample of clauses",
     )
+    parser.add_argument(
+        "--brief",
+        action="store_true",
+        help="with --accepted: one case of each clause, on two ranks",
+    )
     parser.add_argument("--margins", action="store_true", help="of each clause about numbers")
     parser.add_argument("--transport", choices=("gloo", "sim"), default="gloo", help="of the ranks")
     parser.add_argument("--only", default="*", help="glob over impostor ids")
@@ -103,8 +108,9 @@ def jobs(impostor: Impostor, options: argparse.Namespace) -> list[Job]:
     clauses = [clause.id for clause in _owed(impostor, options)]
     shares = [tuple(clauses[i : i + SHARE]) for i in range(0, len(clauses), SHARE)]
     repeat = 0 if impostor.is_benign or options.accepted else options.repeat
+    how = (options.transport, options.brief)
     return [
-        Job(impostor.id, repeat if not i else 0, share, options.transport)
+        Job(impostor.id, repeat if not i else 0, share, *how)
         for i, share in enumerate(shares or [()])
     ]
 

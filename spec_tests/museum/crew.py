@@ -34,6 +34,7 @@ class Job:
         repeat: how often each clause that it names must reject it.
         accepted_by: ids of the clauses that must let it pass.
         transport: where the ranks live.
+        brief: whether it must be accepted in one case of each clause, on two ranks.
         signature: whether to take its signature, see `signatures`.
     """
 
@@ -41,6 +42,7 @@ class Job:
     repeat: int = 0
     accepted_by: tuple[str, ...] = ()
     transport: str = "gloo"
+    brief: bool = False
     signature: bool = False
 
 
@@ -79,7 +81,10 @@ def do(job: Job, worlds: Worlds) -> Verdict:
             found = matrix.rejections(impostor, worlds)
             complaints += matrix.must_reject(found)
             findings += found
-        found = [matrix.probe(clauses[name], impostor, worlds) for name in job.accepted_by]
+        found = [
+            matrix.probe(clauses[name], impostor, worlds, brief=job.brief)
+            for name in job.accepted_by
+        ]
         complaints += matrix.must_accept(found)
         findings += found
         if job.signature:
