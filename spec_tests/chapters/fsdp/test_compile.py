@@ -7,13 +7,9 @@ in a second.
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
-import torch
-from torch.utils.checkpoint import checkpoint
 
-from spec_tests.chapters.fsdp.sharded import FULLY_SHARD, shard
+from spec_tests.chapters.fsdp.sharded import FULLY_SHARD
 from spec_tests.programs.calls import parsed
 from spec_tests.programs.laws import compiled
 from spec_tests.programs.scene import Scene
@@ -23,35 +19,41 @@ from spec_tests.rig.clause import clauses
 clause = clauses(
     judges=FULLY_SHARD,
     level="production",
+    worlds=(2,),
     transports=("gloo", "cuda"),  # a compiler does not trace what simulates ranks
     source="torch.distributed.fsdp with torch.compile; torchtitan compiles each block, then shards",
 )
 BLOCKS = ["blocks.0", "blocks.1", "blocks.2"]
-
-
 PROGRAM = parsed("backward 0, zero_grad none, write parameters, accumulate 1, backward 2")
+OPTIONS = {
+    "reshard": "stack freed",
+    "keep": "stack held",
+    "precision": "stack freed brain",
+    "checkpoint": "stack freed recomputed",
+}
+CASES = [
+    *[f"{how}, reshard" for how in compiled.HOW],
+    "before aot_eager, keep",
+    "whole aot_eager, keep",
+    "after eager, precision",
+    "before aot_eager, checkpoint",
+    "whole aot_eager, checkpoint",
+]
+"""Each takes a second: every way to compile, and every option with one or two of them."""
 
 
 class Compiled(Shards):
     """A sharded stack of which blocks, or which itself, is compiled."""
 
-    def __init__(self, ctx, subject, how="", option="", fullgraph=False):  # type: ignore[no-untyped-def]  # a body
-        self.how, self.option, self.fullgraph = how, option, fullgraph
-        super().__init__(ctx, subject, Scene.of("stack"))
+    def __init__(self, ctx, subject, option, how="", fullgraph=False):  # type: ignore[no-untyped-def]  # a body
+        self.how, self.fullgraph = how, fullgraph
+        super().__init__(ctx, subject, Scene.of(OPTIONS[option]))
         self.called = self.wrapped if self.whole is None else self.whole
 
     def wrap(self):
         """Compile, and shard blocks and the whole."""
-        options = {"reshard_after_forward": self.option != "keep"}
-        if self.option == "precision":
-            policy = self.ctx.impl.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-            options["mp_policy"] = policy
-        if self.option == "checkpoint":
-            for name in BLOCKS:
-                compute_twice(self.module.get_submodule(name))
-        made = partial(shard, self.ctx, self.subject, self.module, [*BLOCKS, "head"], **options)
         wrapped, self.whole = compiled.wrapped(
-            self.module, made, BLOCKS, self.how, fullgraph=self.fullgraph
+            self.module, super().wrap, BLOCKS, self.how, fullgraph=self.fullgraph
         )
         return wrapped
 
@@ -61,20 +63,10 @@ class Compiled(Shards):
         return {n: None if p.grad is None else p.grad.full_tensor() for n, p in self.named()}
 
 
-def compute_twice(module):
-    """Let `module` repeat its forward in backward."""
-    kind = type(module)
-
-    def forward(self, x):
-        return checkpoint(lambda y: kind.forward(self, y), x, use_reentrant=False)
-
-    module.__class__ = type(kind.__name__, (kind,), {"forward": forward})
-
-
 def gradients(ctx, subject, how, option, fullgraph=False):
     """Gradients after the calls, eager and compiled, and how many graphs there were."""
-    eager = Compiled(ctx, subject, option=option).gradients_after()
-    seen = Compiled(ctx, subject, how, option, fullgraph).gradients_after()
+    eager = Compiled(ctx, subject, option).gradients_after()
+    seen = Compiled(ctx, subject, option, how, fullgraph).gradients_after()
     return eager, seen, compiled.num_graphs()
 
 
@@ -83,17 +75,16 @@ def gradients(ctx, subject, how, option, fullgraph=False):
     source="contract: compile, compile-model; "
     "torch.distributed.fsdp with torch.compile; torchtitan compiles each block, then shards",
 )
-@pytest.mark.parametrize("option", ["reshard", "keep", "precision", "checkpoint"])
-@pytest.mark.parametrize("how", compiled.HOW)
-def test_compiled_units_compute_what_they_do_without(world, subject, option, how):
+@pytest.mark.parametrize("case", CASES)
+def test_compiled_units_compute_what_they_do_without(world, subject, case):
     """Compiled units MUST have the gradients of the same run without a compiler.
 
     Also after an update and after accumulation, with full weights freed or kept after forward, in
     bfloat16, and with activation checkpointing inside the units.
     """
-    ranks = world.run(gradients, subject, how, option)
+    ranks = world.run(gradients, subject, *case.split(", "))
 
-    compiled.like_eager(ranks, f"{how}, {option}")
+    compiled.like_eager(ranks, case)
 
 
 @clause(
