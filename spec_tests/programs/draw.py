@@ -210,18 +210,18 @@ def judge_part(world: World, subject: str, level: str, part: int, *, looks: bool
     """Every seed and every drawn situation of a part must do on the ranks what one process does.
 
     Args:
-        part: which of `PARTS` parts of the seeds, and of the rows of the covering array.
+        part: which of `PARTS` parts of the rows of the covering array; the first has all seeds,
+            which find most in a second.
         looks: let observers judge as well.
     """
     __tracebackhide__ = True
     entries = declared.of(world.target)
     is_avoided = declared.avoided(entries, subject)
-    known = [
+    lines = [
         seed.line
-        for seed in seeds.load()
+        for seed in (seeds.load() if part == 0 else ())
         if (seed.judges, seed.size, seed.level) == (subject, world.size, level)
     ]
-    lines = known[part::PARTS]
     # Looks and whole models take longest: of these a case takes half as many.
     every = 4 if looks or subject in WHOLE else 2
     first = every * part + every // 2 * (world.size > 2)
