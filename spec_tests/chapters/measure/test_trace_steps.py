@@ -10,16 +10,18 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from spec_tests.chapters.measure.timeline import TRACE, Timeline, observed, times
+from spec_tests.chapters.measure.timeline import (
+    TRACE,
+    Timeline,
+    judged,
+    numbers,
+    observed,
+    times,
+)
 from spec_tests.rig import judge
 from spec_tests.rig.clause import clauses
 
 clause = clauses(judges=TRACE, level="correct", worlds=(1,))
-
-
-def numbers(found):
-    """The numbers of the steps, in order."""
-    return [step["step"] for step in found["steps"]]
 
 
 @clause(
@@ -28,18 +30,14 @@ def numbers(found):
 )
 def test_every_recorded_step_counts_the_last_one_too(world, subject):
     """Every ProfilerStep MUST be a step with its number and its own times, the last one too."""
-    line = Timeline()
+    line, steps = Timeline(), {}
     for number, (begin, end) in {8: (0, 100), 9: (100, 300), 10: (300, 600)}.items():
-        line.step(number, begin, end)
-        line.work(begin, begin + 10 * (number - 7))
+        worked = 10 * (number - 7)
+        line.play(f"step {number} {begin}-{end}, work {begin}-{begin + worked}")
+        idle = end - begin - worked
+        steps[number] = {"duration_us": end - begin, "compute_us": worked, "idle_us": idle}
 
-    found = observed(world, line)
-
-    judge.equal([numbers(found)], [8, 9, 10], quantity="steps")
-    for step, worked, length in zip(found["steps"], (10, 20, 30), (100, 200, 300), strict=True):
-        expected = {"duration_us": length, "compute_us": worked, "idle_us": length - worked}
-        times(step, expected, what=f"step {step['step']}")
-    times(found["total"], {"duration_us": 600, "compute_us": 60})
+    judged(world, line, steps=steps, duration_us=600, compute_us=60)
 
 
 @clause(
@@ -51,22 +49,16 @@ def test_a_step_ends_with_the_last_kernel_launched_in_it(world, subject):
 
     A host that does not wait has left its last step before most of it has run.
     """
-    line = Timeline("cuda")
-    line.step(0, 0, 100)
-    line.step(1, 100, 200)
-    line.work(50, 300, launched=20)
-    line.work(300, 700, launched=150)
-    line.send(600, 900, launched=160)
-    line.work(900, 1000, launched=250)  # after both: the next, which was not recorded
-
-    found = observed(world, line)
-
-    judge.equal([numbers(found)], [0, 1], quantity="steps")
-    first = {"duration_us": 300, "compute_us": 250, "communication_us": 0, "idle_us": 50}
-    second = {"duration_us": 600, "compute_us": 400, "overlap_us": 100, "exposed_us": 200}
-    times(found["steps"][0], first, what="step 0")
-    times(found["steps"][1], second, what="step 1")
-    times(found["total"], {"duration_us": 900, "compute_us": 650, "communication_us": 300})
+    script = (
+        "step 0 0-100, step 1 100-200, work 50-300 <20, work 300-700 <150, all_reduce 600-900 <160"
+    )
+    line = Timeline.of(script, "cuda")
+    line.play("work 900-1000 <250")  # after both: the next, which was not recorded
+    steps = {
+        0: {"duration_us": 300, "compute_us": 250, "communication_us": 0, "idle_us": 50},
+        1: {"duration_us": 600, "compute_us": 400, "overlap_us": 100, "exposed_us": 200},
+    }
+    judged(world, line, steps=steps, duration_us=900, compute_us=650, communication_us=300)
 
 
 @clause(
@@ -78,14 +70,8 @@ def test_updates_are_counted_in_each_step(world, subject):
 
     Where the profiler was stepped per micro-batch, some hold none: traces of different work.
     """
-    line = Timeline()
-    for number, has_update in enumerate((False, True, False, True)):
-        line.step(number, 100 * number, 100 * number + 100)
-        line.work(100 * number, 100 * number + 50)
-        if has_update:
-            line.update(100 * number + 60, 100 * number + 90)
-
-    found = observed(world, line)
+    steps = "step 0 0-100, step 1 100-200, step 2 200-300, step 3 300-400"
+    found = observed(world, Timeline.of(f"{steps}, update 160-190, update 360-390"))
 
     counts = [step["optimizer_steps"] for step in found["steps"]]
     judge.equal([counts], [0, 1, 0, 1], quantity="updates per step")
@@ -97,12 +83,9 @@ def test_updates_are_counted_in_each_step(world, subject):
 )
 def test_the_rank_is_what_the_trace_says(world, subject):
     """Rank and world size MUST be those of distributedInfo, or 0 and 1 where there is none."""
-    known, plain = Timeline(rank=3, world_size=8), Timeline("cuda")
-    for line in (known, plain):
-        line.step(0, 0, 10)
-        line.work(1, 2)
-
-    found = [observed(world, line) for line in (known, plain)]
+    script = "step 0 0-10, work 1-2"
+    known = Timeline.of(script, rank=3, world_size=8)
+    found = [observed(world, line) for line in (known, Timeline.of(script, "cuda"))]
 
     said = [(one["rank"], one["world_size"], one["device"]) for one in found]
     judge.equal([said], [(3, 8, "cpu"), (0, 1, "cuda")], quantity="rank, world size, device")
