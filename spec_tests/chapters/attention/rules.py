@@ -17,21 +17,21 @@ the norm sees them. The floor of M is the rounding of ref + 0.3 - 0.3 in the dty
 is the largest log-sum-exp: gradients, and an output whose parts are merged by their L, are made of
 exp(score - L), which is off by u |L| where the baseline has the softmax itself (PyTorch's kernels
 were measured at 7 s u). Where
-float32 may mean TF32 (see `defined.is_tf32`), u is that of its eleven bits. In half
+float32 may mean TF32 (see `law.is_tf32`), u is that of its eleven bits. In half
 precision, where data is not normal, dP - delta is a difference of large numbers, one of which was
 rounded with O: dQ and dK are then held to four times the baseline (right code: 1.25) and no more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from spec_tests.chapters.attention.problem import (
-    Answer,
+    GRADIENTS,
     Problem,
     baseline,
     dense,
@@ -49,7 +49,6 @@ UNIT = {
 """Unit roundoff: half the distance from one to the next number."""
 TF32 = 2.0**-11
 LSE_ERROR = 4e-6
-GRADIENTS = ("dQ", "dK", "dV")
 
 
 @dataclass(frozen=True)
@@ -269,15 +268,27 @@ def _where(seen: torch.Tensor, ref: torch.Tensor) -> str:
     )
 
 
+class TopLeft(Problem):
+    """A causal problem in which row i sees the keys j <= i."""
+
+    def visible(self) -> torch.Tensor:
+        """As PyTorch's `is_causal` has it."""
+        return torch.ones(self.seq_q, self.num_keys, dtype=torch.bool).tril()
+
+
 # Near definitions, and what it means to have computed one of them.
-_OTHERS: dict[str, dict[str, Any]] = {
-    "the causal mask is not applied": {"causal": False},
-    "a causal mask is applied where none is asked for": {"causal": True},
-    "the scale is ignored: it is head_dim ** -0.5": {"scale": None},
-    "the scale is not applied at all": {"scale": 1.0},
-    "the scale is applied twice": {"scale": "squared"},
+_OTHERS: dict[str, Callable[[Problem], Problem]] = {
+    "the causal mask is not applied": lambda p: p.but(causal=False),
+    "a causal mask is applied where none is asked for": lambda p: p.but(causal=True),
+    "the scale is ignored: it is head_dim ** -0.5": lambda p: p.but(scale=None),
+    "the scale is not applied at all": lambda p: p.but(scale=1.0),
+    "the scale is applied twice": lambda p: p.but(scale=p.factor**2),
+    "causal is aligned top-left (row i sees keys j <= i), the contract's is bottom-right": (
+        lambda p: TopLeft(**vars(p)) if p.causal and p.seq_q != p.num_keys else p
+    ),
 }
 _RATIOS = {
+    0.0: "zero in every element",
     1.4426950408889634: "a factor of 1/ln 2: a base-2 logarithm where the natural one is meant",
     0.6931471805599453: "a factor of ln 2: base 2 and base e are mixed",
     -1.0: "the sign is wrong",
@@ -290,42 +301,21 @@ def _looks_like(name: str, seen: torch.Tensor, problem: Problem) -> str:
     """A near definition that gives the same values, if there is one."""
     if problem.seq_q * problem.num_keys > 2**18:
         return ""  # each candidate is an oracle of its own
-    ref = reference(problem)[name]
-    for means, changes in _OTHERS.items():
-        changed = {k: problem.factor**2 if v == "squared" else v for k, v in changes.items()}
-        other = problem.but(**changed)
-        if other != problem and _same(seen, _answer(other, problem)[name], ref):
-            return means
-    top_left = problem.but(causal=False)
-    if (
-        problem.causal
-        and problem.seq_q != problem.num_keys
-        and _same(seen, _top_left(problem, top_left)[name], ref)
-    ):
-        return "causal is aligned top-left (row i sees keys j <= i), the contract's is bottom-right"
-    if not bool(seen.any()) and bool(ref.any()):
-        return "zero in every element"
-    for ratio, means in _RATIOS.items():
+    ref, scale = reference(problem)[name], problem.factor
+    for means, changed in _OTHERS.items():
+        other = changed(problem)
+        if other != problem:
+            answer = dense(other, inputs(problem), torch.float64, scale_on_keys=False)
+            if _same(seen, answer[name], ref):
+                return means
+    ratios = dict(_RATIOS)
+    if scale not in (0.0, 1.0):
+        said = f"the scale of {scale:.3g} is {{}} applied to {name}"
+        ratios |= {scale: said.format("once too often"), 1 / scale: said.format("not")}
+    for ratio, means in ratios.items():
         if _same(seen, ratio * ref, ref):
             return means
-    scale = problem.factor
-    ways = {"once too often": scale, "not": 1 / scale} if scale not in (0.0, 1.0) else {}
-    for means, factor in ways.items():
-        if _same(seen, factor * ref, ref):
-            return f"the scale of {scale:.3g} is {means} applied to {name}"
     return _partly(name, seen, ref, baseline(problem)[name])
-
-
-def _answer(other: Problem, problem: Problem) -> Answer:
-    return dense(other, inputs(problem), torch.float64, scale_on_keys=False)
-
-
-def _top_left(problem: Problem, shell: Problem) -> Answer:
-    class TopLeft(Problem):
-        def visible(self) -> torch.Tensor:
-            return torch.ones(self.seq_q, self.num_keys, dtype=torch.bool).tril()
-
-    return _answer(TopLeft(**vars(shell)), problem)
 
 
 def _same(seen: torch.Tensor, other: torch.Tensor, ref: torch.Tensor) -> bool:
