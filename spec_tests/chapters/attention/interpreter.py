@@ -33,7 +33,7 @@ def mend() -> None:
     with a half-precision tile stays narrow; compiled, it is a float32 and the product is wide.
     """
     module: Any = importlib.import_module("triton.runtime.interpreter")
-    patch = getattr(module, "_patch_lang_tensor", None)
+    patch: Any = getattr(module, "_patch_lang_tensor", None)
 
     def patch_and_mend(tensor: Any, *scope: Any) -> Any:
         result = patch(tensor, *scope)

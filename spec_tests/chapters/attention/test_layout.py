@@ -268,4 +268,5 @@ def test_offsets_may_exceed_two_to_the_31(world, subject, dim):
         raise unittest.SkipTest(
             "such strides are refused, for which attention.layout.strides fails"
         )
-    law.near(world, subject, *found, f"k far apart in dim {dim}")
+    seen, near_by = found
+    law.near(world, subject, seen, near_by, f"k far apart in dim {dim}")

@@ -95,8 +95,8 @@ def checked(ctx, subject, problem, layout):
     found: dict[str, str] = {}
     for operator, (args, kwargs) in foreign.calls.items():
         detached = tuple(t.detach() if isinstance(t, torch.Tensor) else t for t in args)
-        checks = {"test_utils": ("test_schema", "test_faketensor"), "raise_exception": False}
-        results = opcheck(operator, detached, kwargs, **checks)
+        checks = ("test_schema", "test_faketensor")
+        results = opcheck(operator, detached, kwargs, test_utils=checks, raise_exception=False)
         found |= {f"{operator} {check}": str(result) for check, result in results.items()}
     return found
 

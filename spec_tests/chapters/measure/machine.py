@@ -20,12 +20,9 @@ SAME = rounding(torch.float64, terms=4).relative
 LIMIT = 2000  # steps after which a measurement is taken to be without end
 
 
-Bound = float | None | tuple[float, float]
-
-
 def numbers(
     found: Mapping[str, Any],
-    expected: Mapping[str, Bound],
+    expected: Mapping[str, Any],
     *,
     within: float = SAME,
     likely: str = "",
@@ -34,7 +31,8 @@ def numbers(
     """Each of these numbers must be the expected one, or lie between two.
 
     Args:
-        within: relative error that is allowed of one; None is only None.
+        expected: by name a number, None, or the least and the largest that are right.
+        within: relative error that is allowed of one number.
     """
     __tracebackhide__ = True
     for name, right in expected.items():

@@ -74,7 +74,9 @@ class Timeline:
         gives 20. `options` are those of `send`.
         """
         for event in script.split(", "):
-            word, *digits = EVENT.fullmatch(event).groups()
+            found = EVENT.fullmatch(event)
+            assert found, f"{event!r} is no event"
+            word, *digits = found.groups()
             number, begin, end, lane, launched, takes, gives = (d and int(d) for d in digits)
             if word == "step":
                 self.step(number, begin, end)
