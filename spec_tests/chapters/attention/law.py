@@ -131,7 +131,14 @@ def near(
     __tracebackhide__ = True
     tf32 = is_tf32(world, subject)
     given = ", ".join(filter(None, (judge.SITUATION.get().given, what)))
-    rules.near(seen, wanted, given=given, likely=likely, tf32=tf32)
+    shapes = {name: tuple(tensor.shape) for name, tensor in wanted.items()}
+    judge.equal([{n: tuple(seen[n].shape) for n in wanted}], shapes, quantity="shapes", given=given)
+    bounds = {name: rules.apart(name, seen[name], wanted[name], tf32=tf32) for name in wanted}
+    for bound in bounds.values():
+        rules.note(bound)
+    wrong = [f"{n} {shapes[n]}: {bound}" for n, bound in bounds.items() if not bound.is_kept]
+    said = "expected two ways to say the same to agree, got\n" + "\n".join(wrong)
+    judge.holds(not wrong, said, likely=likely, given=given)
 
 
 # ----------------------------------------------- what is tried before a case, so that it says most

@@ -90,29 +90,25 @@ def bounds(
     """The rules for one tensor. `seen` has the dtype of the inputs, `ref` is float64."""
     if name == "L":
         return [Bound("rule LSE", *_lse(seen, ref, tf32=tf32))]
-    error, own = seen.double() - ref, base.double() - ref
-    unit = UNIT[seen.dtype]
+    error, own, unit = _norm(seen.double() - ref), base.double() - ref, UNIT[seen.dtype]
     if seen.dtype in (torch.float32, torch.float64):
-        if seen.dtype == torch.float32 and tf32:
-            unit = TF32
+        # Of eleven bits are the scores, whatever is made of them.
+        is_rounded = tf32 and seen.dtype == torch.float32
+        unit, roundings = (TF32, 1.0) if is_rounded else (unit, 16.0)
         # The reference itself is float64: beside it, float64 gets its rounding once more.
         spare = 4.0 if seen.dtype == torch.float64 else 1.0
-        if unit == TF32:  # scores of eleven bits, whatever is made of them
-            roundings = 1.0 + 8.0 * largest_lse
-        else:
-            roundings = 16.0 + 8.0 * largest_lse
-        allowed = spare * (4.0 * _norm(own) + roundings * unit * _norm(ref))
-        return [Bound("rule F32, norm of the error", _norm(error), allowed)]
-    roundings = 1.25 if name in GRADIENTS else 1.0
+        rounded = (roundings + 8.0 * largest_lse) * unit * _norm(ref)
+        return [Bound("rule F32, norm of the error", error, spare * (4.0 * _norm(own) + rounded))]
+    if name in ("dQ", "dK") and not gentle:
+        return [Bound("rule N2, norm of the error", error, 4.0 * _norm(own))]
+    roundings, factor = (1.25, 3.0) if name in GRADIENTS else (1.0, 2.0)
     stored = ref.to(seen.dtype)
     floor = 2.0 * _largest((stored + 0.3 - 0.3).double() - stored.double())
-    factor = 3.0 if name in GRADIENTS else 2.0
-    if name in ("dQ", "dK") and not gentle:
-        return [Bound("rule N2, norm of the error", _norm(error), 4.0 * _norm(own))]
+    most = factor * _largest(own) + floor
     return [
-        Bound("rule N1, norm of the error", _norm(error), roundings * unit * _norm(ref)),
-        Bound("rule N2, norm of the error", _norm(error), 1.25 * _norm(own)),
-        Bound("rule M, largest error", _largest(error), factor * _largest(own) + floor),
+        Bound("rule N1, norm of the error", error, roundings * unit * _norm(ref)),
+        Bound("rule N2, norm of the error", error, 1.25 * _norm(own)),
+        Bound("rule M, largest error", _largest(seen.double() - ref), most),
     ]
 
 
@@ -153,70 +149,40 @@ def faults(
     seen: Mapping[str, torch.Tensor], problem: Problem, *, names: Iterable[str], tf32: bool
 ) -> list[tuple[str, str, str]]:
     """Of each tensor that breaks a rule: what is wrong, what it looks like, and where."""
-    found = (_fault(name, seen[name], problem, tf32) for name in names)
-    return [fault for fault in found if fault is not None]
-
-
-def _fault(
-    name: str, seen: torch.Tensor | None, problem: Problem, tf32: bool
-) -> tuple[str, str, str] | None:
-    """That of one tensor; None if it keeps its rules."""
-    ref, base = reference(problem), baseline(problem)
-    malformed = _malformed(name, seen, ref[name], problem)
-    if malformed or seen is None:
-        return malformed
+    ref, base, found = reference(problem), baseline(problem), []
     given: dict[str, Any] = {
         "largest_lse": _largest(ref["L"][ref["L"].isfinite()]),
         "gentle": problem.data == "normal",
         "tf32": tf32 and problem.torch_dtype == torch.float32,
     }
-    for bound in bounds(name, seen, ref[name], base[name], **given):
-        note(bound)
-        if not bound.is_kept:
-            said = f"{name} {tuple(seen.shape)}: expected the definition's values, {bound}"
-            return said, _looks_like(name, seen, problem), _where(seen, ref[name])
-    return None
+    for name in names:
+        if malformed := _malformed(name, seen[name], ref[name], problem):
+            found.append(malformed)
+            continue
+        kept = bounds(name, seen[name], ref[name], base[name], **given)
+        for bound in kept:
+            note(bound)
+        if broken := next((bound for bound in kept if not bound.is_kept), None):
+            said = f"{name} {tuple(ref[name].shape)}: expected the definition's values, {broken}"
+            looks_like = _looks_like(name, seen[name], problem)
+            found.append((said, looks_like, _where(seen[name], ref[name])))
+    return found
 
 
-def near(
-    seen: Mapping[str, torch.Tensor],
-    other: Mapping[str, torch.Tensor],
-    *,
-    given: str,
-    likely: str = "",
-    tf32: bool = False,
-) -> None:
-    """Two answers that the definition says are equal must be as near as two right ones are.
+def apart(name: str, found: torch.Tensor, wanted: torch.Tensor, *, tf32: bool = False) -> Bound:
+    """How far two answers are apart that the definition says are equal.
 
     Each is within its own rule of the definition, so they are within twice that of each other.
     float32 has 32 roundings in norm, where F32 allows four times a plain attempt's and 16.
-
-    Raises:
-        Violation: if they are further apart.
     """
-    __tracebackhide__ = True
-    apart = []
-    for name, wanted in other.items():
-        found, wide = seen[name], wanted.double()
-        if found.shape != wanted.shape:
-            apart.append(
-                f"{name}: expected the shape {tuple(wanted.shape)}, got {tuple(found.shape)}"
-            )
-            continue
-        if name == "L":
-            error, allowed = _lse(found, wide, tf32=tf32)
-            bound = Bound("rule LSE, twice", error, 2 * allowed)
-        else:
-            unit = TF32 if tf32 and found.dtype == torch.float32 else UNIT[found.dtype]
-            factor = 2.0 if unit >= TF32 else 32.0
-            error = _norm(found.double() - wide)
-            bound = Bound("norm of the difference", error, factor * unit * _norm(wide))
-        note(bound)
-        if not bound.is_kept:
-            apart.append(
-                f"{name} {tuple(found.shape)}: expected two ways to say the same to agree, {bound}"
-            )
-    judge.holds(not apart, "\n".join(apart), likely=likely, given=given)
+    wide = wanted.double()
+    if name == "L":
+        error, allowed = _lse(found, wide, tf32=tf32)
+        return Bound("rule LSE, twice", error, 2 * allowed)
+    unit = TF32 if tf32 and found.dtype == torch.float32 else UNIT[found.dtype]
+    factor = 2.0 if unit >= TF32 else 32.0
+    allowed = factor * unit * _norm(wide)
+    return Bound("norm of the difference", _norm(found.double() - wide), allowed)
 
 
 def note(bound: Bound) -> None:

@@ -8,6 +8,7 @@ that were never filled.
 from __future__ import annotations
 
 import unittest
+from functools import partial
 
 import pytest
 import torch
@@ -153,16 +154,9 @@ def side_by_side(ctx, subject, problem, way):
     both = [inputs(problem.but(seed=seed)).to(ctx.device) for seed in (0, 1)]
     attend = attending(ctx, subject, problem)
     if way == "checkpointed":
-        outs = [checkpoint(attend, x.q, x.k, x.v, use_reentrant=False) for x in both]
-    else:
-        outs = [attend(x.q, x.k, x.v) for x in both]
-    found = [
-        torch.autograd.grad(out, (x.q, x.k, x.v), x.do) for x, out in zip(both, outs, strict=True)
-    ]
-    return [
-        dict(zip(OUTPUT_AND_GRADIENTS, (out, *of_call), strict=True))
-        for out, of_call in zip(outs, found, strict=True)
-    ]
+        attend = partial(checkpoint, attend, use_reentrant=False)
+    outs = [attend(x.q, x.k, x.v) for x in both]
+    return [bodies.differentiated(out, x) for out, x in zip(outs, both, strict=True)]
 
 
 @clause(
@@ -189,8 +183,8 @@ def changed(ctx, subject, problem, name):
     with torch.no_grad():
         {"q": x.q, "k": x.k, "v": x.v, "O": out}[name].mul_(3.0)
     with refusal.caught(RuntimeError) as error:
-        found = torch.autograd.grad(out, (x.q, x.k, x.v), x.do)
-    return error["error"] or dict(zip(GRADIENTS, found, strict=True))
+        found = bodies.differentiated(out, x)
+    return error["error"] or found
 
 
 @clause(

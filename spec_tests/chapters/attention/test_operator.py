@@ -43,9 +43,7 @@ def compiled(ctx, subject, problem):
 
     def answer(function):
         x = inputs(problem).to(ctx.device)
-        out = function(x.q, x.k, x.v)
-        found = torch.autograd.grad(out, (x.q, x.k, x.v), x.do)
-        return dict(zip(OUTPUT_AND_GRADIENTS, (out, *found), strict=True))
+        return bodies.differentiated(function(x.q, x.k, x.v), x)
 
     eager = answer(between)
     try:
@@ -175,8 +173,7 @@ def under_autocast(ctx, subject, problem, inside):
             out = bodies.forward(ctx, subject, problem, x)
         except (ValueError, TypeError, NotImplementedError) as error:
             return bodies.refusal_of(ctx, subject, error)
-    found = torch.autograd.grad(out, (x.q, x.k, x.v), x.do.to(out.dtype))
-    answer = dict(zip(OUTPUT_AND_GRADIENTS, (out, *found), strict=True))
+    answer = bodies.differentiated(out, x)
     return {name: t.to(problem.torch_dtype) for name, t in answer.items()}, str(out.dtype)
 
 
