@@ -51,8 +51,8 @@ def played(ctx, script, layout, after=None):
     """What a script of loaders reads: "take 3, state | load, take all".
 
     A bar begins new loaders, one per rank, from then on of the layout `after`. `take` reads from
-    the start of an `iter`, `more` from the last one; `state` keeps a state, `look` asks for one and
-    drops it; `load` gives the last state kept, that of a rank before the bar if it is the first.
+    a new `iter`, `more` from the last one. `state` keeps a state, `look` asks for one and drops it.
+    `load` hands over the state that was kept last, of this loader or before the bar.
 
     Returns:
         Uninterrupted passes of both layouts by rank, what was read first, and after the last bar.
@@ -79,12 +79,13 @@ def played(ctx, script, layout, after=None):
 
 
 def _played(loader, phase, state, limit):
-    takes, iterators = [], []  # iterators live while a state is taken, as in a training loop
+    takes, batches = [], iter(())
     for word, _, number in (each.partition(" ") for each in phase):
         if word == "take":
-            iterators.append(iter(loader))
+            del batches  # one at a time; the last is alive while a state is taken, as in training
+            batches = iter(loader)
         if word in ("take", "more"):
-            takes.append(take(iterators[-1], limit if number == "all" else int(number)))
+            takes.append(take(batches, limit if number == "all" else int(number)))
         elif word == "load":
             loader.load_state_dict(state)
         else:
