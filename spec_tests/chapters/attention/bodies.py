@@ -16,8 +16,16 @@ from typing import Any
 import torch
 
 from spec_tests.chapters.attention import interpreter
-from spec_tests.chapters.attention.problem import WHOLE_TILES, Answer, Inputs, Problem, inputs
-from spec_tests.programs.laws import footprint
+from spec_tests.chapters.attention.problem import (
+    ALL,
+    GRADIENTS,
+    WHOLE_TILES,
+    Answer,
+    Change,
+    Inputs,
+    Problem,
+    inputs,
+)
 from spec_tests.rig import judge
 from spec_tests.rig.ranks.errors import NOT_HERE
 from spec_tests.rig.ranks.rank import Context
@@ -40,20 +48,14 @@ def observe(world: World, subject: str, body: Callable[..., Any], *args: Any, **
     """
     problems = [arg for arg in args if isinstance(arg, Problem)]
     judge.SITUATION.get().given = ", ".join(map(repr, problems))
-    require_here(world, subject, *(problem.dtype for problem in problems))
+    if subject in KERNELS:
+        if importlib.util.find_spec("triton") is None:
+            raise unittest.SkipTest(f"{NOT_HERE}needs Triton, which is not installed")
+        if world.transport != "cuda" and any(p.dtype == "bfloat16" for p in problems):
+            raise unittest.SkipTest(
+                f"{NOT_HERE}needs a CUDA device: Triton's interpreter has no bfloat16 arithmetic"
+            )
     return world.run(body, subject, *args, timeout_s=TIMEOUT_S, **kwargs)[0]
-
-
-def require_here(world: World, subject: str, *dtypes: str) -> None:
-    """Skip with the reason where the subject cannot be observed on this machine."""
-    if subject not in KERNELS:
-        return
-    if importlib.util.find_spec("triton") is None:
-        raise unittest.SkipTest(f"{NOT_HERE}needs Triton, which is not installed")
-    if world.transport != "cuda" and "bfloat16" in dtypes:
-        raise unittest.SkipTest(
-            f"{NOT_HERE}needs a CUDA device: Triton's interpreter has no bfloat16 arithmetic"
-        )
 
 
 def call(ctx: Context, subject: str, *args: Any, **kwargs: Any) -> Any:
@@ -64,63 +66,72 @@ def call(ctx: Context, subject: str, *args: Any, **kwargs: Any) -> Any:
 
 
 def arguments(problem: Problem) -> dict[str, Any]:
-    """Keyword arguments; a scale only where one is asked for, so that the default is used too."""
-    given: dict[str, Any] = {"causal": problem.causal}
-    return given if problem.scale is None else {**given, "scale": problem.scale}
+    """Keyword arguments, each only where one is asked for, so that the default is used too."""
+    asked = {"causal": problem.causal, "scale": problem.scale}
+    return {name: value for name, value in asked.items() if value is not None}
 
 
-def forward(ctx: Context, subject: str, problem: Problem, *, lse: bool = False) -> Answer:
-    """O, and L where it is asked for, without gradients."""
-    x = inputs(problem).to(ctx.device)
-    with torch.no_grad():
-        found = call(ctx, subject, x.q, x.k, x.v, return_lse=lse, **arguments(problem))
-    out, statistics = found if lse else (found, None)
-    return {"O": out} if statistics is None else {"O": out, "L": statistics}
+def forward(ctx: Context, subject: str, problem: Problem, x: Inputs, **options: Any) -> Any:
+    """What the function returns for these inputs."""
+    return call(ctx, subject, x.q, x.k, x.v, **arguments(problem), **options)
 
 
-def gradients(ctx: Context, subject: str, problem: Problem) -> Answer:
-    """O, dQ, dK and dV; with a gradient into L where the problem has one and L takes it."""
-    return differentiate(ctx, subject, problem, inputs(problem).to(ctx.device))
+def answer(
+    ctx: Context, subject: str, problem: Problem, x: Inputs, names: Sequence[str] = ALL
+) -> Answer:
+    """Those of O, L, dQ, dK and dV that are named, of one call; the inputs stay as they lie.
+
+    L has a gradient of its own where the problem has one and L takes it.
+    """
+    x = x.to(ctx.device)
+    leaves = dict(zip(GRADIENTS, (x.q, x.k, x.v), strict=True))
+    wanted = [name for name in GRADIENTS if name in names]
+    found, outputs = {}, ("O", "L") if "L" in names or problem.lse_gradient else ("O",)
+    with torch.set_grad_enabled(bool(wanted)):
+        if "L" in outputs:
+            found["O"], found["L"] = forward(ctx, subject, problem, x, return_lse=True)
+        else:
+            found["O"] = forward(ctx, subject, problem, x)
+    if wanted:
+        has_two = problem.lse_gradient and found["L"].requires_grad
+        outs, upstream = ([found["O"], found["L"]], [x.do, x.dl]) if has_two else (found["O"], x.do)
+        of_leaves = torch.autograd.grad(outs, [leaves[name] for name in wanted], upstream)
+        found |= dict(zip(wanted, of_leaves, strict=True))
+    return {name: found[name] for name in names}
 
 
-def differentiate(ctx: Context, subject: str, problem: Problem, x: Inputs) -> Answer:
-    """Forward and backward over tensors that are already there."""
-    outputs, upstream = [], [x.do]
-    if problem.lse_gradient:
-        out, lse = call(ctx, subject, x.q, x.k, x.v, return_lse=True, **arguments(problem))
-        outputs.append(out)
-        if lse.requires_grad:
-            outputs.append(lse)
-            upstream.append(x.dl)
-    else:
-        outputs.append(call(ctx, subject, x.q, x.k, x.v, **arguments(problem)))
-    found = torch.autograd.grad(outputs, (x.q, x.k, x.v), upstream)
-    return {"O": outputs[0], **dict(zip(("dQ", "dK", "dV"), found, strict=True))}
+def differentiated(out: torch.Tensor, x: Inputs) -> Answer:
+    """An output that is there already, and its gradients."""
+    found = torch.autograd.grad(out, (x.q, x.k, x.v), x.do.to(out.dtype))
+    return {"O": out, **dict(zip(GRADIENTS, found, strict=True))}
 
 
-def everything(ctx: Context, subject: str, problem: Problem) -> Answer:
-    """O, L, dQ, dK and dV."""
-    return {
-        **gradients(ctx, subject, problem),
-        "L": forward(ctx, subject, problem, lse=True)["L"],
-    }
+def answers(
+    ctx: Context, subject: str, problem: Problem, names: Sequence[str], *changes: Change
+) -> list[Answer]:
+    """The answer by change of the inputs, each from a call of its own."""
+    return [answer(ctx, subject, problem, change(on(ctx, problem)), names) for change in changes]
+
+
+def on(ctx: Context, problem: Problem) -> Inputs:
+    """The inputs on the device, before they are leaves: a copy from host memory has no layout."""
+    return inputs(problem).each(lambda tensor: tensor.to(ctx.device))
 
 
 def or_refused(
-    ctx: Context, subject: str, problem: Problem, *, is_differentiated: bool = True
+    ctx: Context, subject: str, problem: Problem, names: Sequence[str] = ALL
 ) -> Answer | str:
-    """`everything` or O and L, or the words of whatever error: a bare assertion refuses, too."""
+    """What is named, or the words of whatever error: an assertion refuses, too."""
     try:
-        if not is_differentiated:
-            return forward(ctx, subject, problem, lse=True)
-        return everything(ctx, subject, problem)
+        return answer(ctx, subject, problem, inputs(problem), names)
     except Exception as error:
         return refusal_of(ctx, subject, error)
 
 
-def refusal_of(ctx: Context, subject: str, error: Exception) -> str:
+def refusal_of(ctx: Context, subject: str, error: Exception, names: Sequence[str] = ALL) -> str:
     """The words of a refusal, which only an implementation that does the ordinary can utter."""
-    everything(ctx, subject, Problem(seq_q=WHOLE_TILES))
+    usual = Problem(seq_q=WHOLE_TILES)
+    answer(ctx, subject, usual, inputs(usual), names)
     return str(error) or type(error).__name__
 
 
@@ -140,8 +151,3 @@ def while_cheap(lengths: Sequence[int], work: Callable[[int], Any]) -> dict[int,
         if len(found) > 1 and now - begun + 4 * took > CPU_SECONDS:
             break
     return found
-
-
-def peak_bytes(ctx: Context, work: Callable[[], Any]) -> tuple[int, int]:
-    """Bytes above those at the start: the most within `work`, and those left after it."""
-    return footprint.peak_bytes(ctx.device, work)

@@ -22,14 +22,6 @@ from unittest import mock
 import numpy as np
 import torch
 
-METHODS = (
-    "set_grid_idx",
-    "create_dot",
-    "create_masked_load",
-    "create_masked_store",
-    "create_atomic_rmw",
-)
-
 
 @functools.cache
 def mend() -> None:
@@ -41,27 +33,20 @@ def mend() -> None:
     with a half-precision tile stays narrow; compiled, it is a float32 and the product is wide.
     """
     module: Any = importlib.import_module("triton.runtime.interpreter")
-    _mend_index(module)
-    _mend_scalars(module)
-
-
-def _mend_index(module: Any) -> None:
-    patch = getattr(module, "_patch_lang_tensor", None)
-    if patch is None:
-        return
+    patch: Any = getattr(module, "_patch_lang_tensor", None)
 
     def patch_and_mend(tensor: Any, *scope: Any) -> Any:
         result = patch(tensor, *scope)
         tensor.__index__ = lambda self: int(self.handle.data.item())
         return result
 
-    module._patch_lang_tensor = patch_and_mend
+    if patch is not None:
+        module._patch_lang_tensor = patch_and_mend
+    if hasattr(module, "_implicit_cvt"):
+        _mend_scalars(module, module._implicit_cvt)
 
 
-def _mend_scalars(module: Any) -> None:
-    convert = getattr(module, "_implicit_cvt", None)
-    if convert is None:
-        return
+def _mend_scalars(module: Any, convert: Callable[[Any], Any]) -> None:
     kinds: dict[type, Any] = {float: (np.float32, module.tl.float32)}
     try:
         convert(True)
@@ -147,9 +132,6 @@ class _Watch:
             now.stored_again += address in self.writers
             self.writers[address] = self.program
 
-    def atomic(self, builder: Any, kind: Any, *what: Any) -> None:
-        self.store(builder, *what)
-
     def touched(self, pointers: Any, mask: Any) -> np.ndarray:
         """The addresses that count, noting those outside of all arguments."""
         addresses = np.broadcast_to(pointers.data, mask.data.shape)[mask.data].astype(np.uint64)
@@ -169,9 +151,6 @@ def watched() -> Iterator[list[dict[str, Any]] | None]:
     module: Any = importlib.import_module("triton.runtime.interpreter")
     builder = getattr(module, "InterpreterBuilder", None)
     executor = getattr(module, "GridExecutor", None)
-    if executor is None or not all(hasattr(builder, name) for name in METHODS):
-        yield None
-        return
     watch = _Watch()
     found: list[dict[str, Any]] = []
     hooks: dict[str, Callable[..., None]] = {
@@ -179,10 +158,13 @@ def watched() -> Iterator[list[dict[str, Any]] | None]:
         "create_dot": watch.dot,
         "create_masked_load": watch.load,
         "create_masked_store": watch.store,
-        "create_atomic_rmw": watch.atomic,
+        "create_atomic_rmw": lambda builder, kind, *what: watch.store(builder, *what),
     }
+    if executor is None or not all(hasattr(builder, name) for name in hooks):
+        yield None
+        return
     with contextlib.ExitStack() as stack:
-        watched_launch = _hooked(executor.__call__, watch.launch, after=watch.end)
+        watched_launch = _hooked(executor.__call__, watch.launch, watch.end)
         stack.enter_context(mock.patch.object(executor, "__call__", watched_launch))
         for name, hook in hooks.items():
             watched_method = _hooked(getattr(builder, name), hook)
@@ -224,12 +206,13 @@ def _in_tf32(handle: Any) -> Any:
     return rounded
 
 
-def _hooked(method: Any, before: Callable[..., None], *, after: Any = None) -> Callable[..., Any]:
+def _hooked(
+    method: Any, before: Callable[..., None], after: Callable[[], None] = lambda: None
+) -> Callable[..., Any]:
     def hooked(*args: Any, **kwargs: Any) -> Any:
         before(*args, **kwargs)
         result = method(*args, **kwargs)
-        if after is not None:
-            after()
+        after()
         return result
 
     return hooked

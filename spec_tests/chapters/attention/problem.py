@@ -14,6 +14,10 @@ import torch
 
 Answer = dict[str, torch.Tensor]
 """By name: O, L (the log-sum-exp of each row), dQ, dK, dV."""
+GRADIENTS = ("dQ", "dK", "dV")
+OUTPUT_AND_GRADIENTS = ("O", *GRADIENTS)
+OUTPUT_AND_LSE = ("O", "L")
+ALL = ("O", "L", *GRADIENTS)
 
 WHOLE_TILES = 128
 """A length that any tile up to it divides: the exercise's own."""
@@ -35,7 +39,7 @@ class Problem:
 
     Attributes:
         batch, heads, kv_heads, seq_q, seq_k, head_dim: sizes; None means "as q has".
-        causal, scale: as in the contract.
+        causal, scale: as in the contract; None leaves them out of the call.
         dtype: name of the inputs' dtype.
         data: a key of `DATA`, the distribution of the inputs.
         upstream: factor of dO.
@@ -49,7 +53,7 @@ class Problem:
     batch: int = 1
     heads: int = 2
     kv_heads: int | None = None
-    causal: bool = False
+    causal: bool | None = False
     scale: float | None = None
     dtype: str = "float32"
     data: str = "normal"
@@ -131,31 +135,46 @@ class Inputs:
     do: torch.Tensor
     dl: torch.Tensor
 
+    def but(self, **changes: torch.Tensor) -> Inputs:
+        """The same with some tensors replaced."""
+        return dataclasses.replace(self, **changes)
+
+    def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Inputs:
+        """The same with every tensor changed; what is one tensor stays one."""
+        made = {id(tensor): change(tensor) for tensor in vars(self).values()}
+        return Inputs(*(made[id(tensor)] for tensor in vars(self).values()))
+
     def to(self, device: torch.device) -> Inputs:
         """On a device, q, k and v ready to receive gradients."""
-        moved = [tensor.to(device) for tensor in (self.q, self.k, self.v, self.do, self.dl)]
-        return Inputs(*(t.requires_grad_(i < 3) for i, t in enumerate(moved)))
+        moved = self.each(lambda tensor: tensor.to(device))
+        for leaf in (moved.q, moved.k, moved.v):
+            leaf.requires_grad_()
+        return moved
 
 
-def _outliers(x: Inputs) -> Inputs:
+Change = Callable[[Inputs], Inputs]
+"""A way to ask otherwise. It travels to the ranks by name: a function, or a partial of one."""
+
+
+def same(x: Inputs) -> Inputs:
+    """The inputs as they are."""
+    return x
+
+
+def _channel(t: torch.Tensor, number: int) -> torch.Tensor:
     # Real activations have a few channels that are an order of magnitude above the others.
-    x.k[..., 3] *= 30.0
-    x.v[..., 5] *= 30.0
-    return x
+    factors = torch.ones(t.shape[-1], dtype=t.dtype)
+    factors[number] = 30.0
+    return t * factors
 
 
-def _equal_keys(x: Inputs) -> Inputs:
-    x.k[:] = x.k[:, :, :1].clone()
-    return x
-
-
-DATA: dict[str, Callable[[Inputs], Inputs]] = {
-    "normal": lambda x: x,
-    "outliers": _outliers,
-    "ones": lambda x: Inputs(*(torch.ones_like(t) for t in (x.q, x.k, x.v, x.do, x.dl))),
-    "large": lambda x: Inputs(x.q * 40, x.k, x.v, x.do, x.dl),
-    "negative": lambda x: Inputs(6 * x.q.abs(), -6 * x.k.abs(), x.v, x.do, x.dl),
-    "equal-keys": _equal_keys,
+DATA: dict[str, Change] = {
+    "normal": same,
+    "outliers": lambda x: x.but(k=_channel(x.k, 3), v=_channel(x.v, 5)),
+    "ones": lambda x: x.each(torch.ones_like),
+    "large": lambda x: x.but(q=x.q * 40),
+    "negative": lambda x: x.but(q=6 * x.q.abs(), k=-6 * x.k.abs()),
+    "equal-keys": lambda x: x.but(k=x.k[:, :, :1].expand_as(x.k).contiguous()),
 }
 """Distributions of inputs. Gaussian data alone never moved a faulty rescale that outliers do."""
 

@@ -17,21 +17,21 @@ the norm sees them. The floor of M is the rounding of ref + 0.3 - 0.3 in the dty
 is the largest log-sum-exp: gradients, and an output whose parts are merged by their L, are made of
 exp(score - L), which is off by u |L| where the baseline has the softmax itself (PyTorch's kernels
 were measured at 7 s u). Where
-float32 may mean TF32 (see `defined.is_tf32`), u is that of its eleven bits. In half
+float32 may mean TF32 (see `law.is_tf32`), u is that of its eleven bits. In half
 precision, where data is not normal, dP - delta is a difference of large numbers, one of which was
 rounded with O: dQ and dK are then held to four times the baseline (right code: 1.25) and no more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from spec_tests.chapters.attention.problem import (
-    Answer,
+    GRADIENTS,
     Problem,
     baseline,
     dense,
@@ -49,7 +49,6 @@ UNIT = {
 """Unit roundoff: half the distance from one to the next number."""
 TF32 = 2.0**-11
 LSE_ERROR = 4e-6
-GRADIENTS = ("dQ", "dK", "dV")
 
 
 @dataclass(frozen=True)
@@ -91,29 +90,25 @@ def bounds(
     """The rules for one tensor. `seen` has the dtype of the inputs, `ref` is float64."""
     if name == "L":
         return [Bound("rule LSE", *_lse(seen, ref, tf32=tf32))]
-    error, own = seen.double() - ref, base.double() - ref
-    unit = UNIT[seen.dtype]
+    error, own, unit = _norm(seen.double() - ref), base.double() - ref, UNIT[seen.dtype]
     if seen.dtype in (torch.float32, torch.float64):
-        if seen.dtype == torch.float32 and tf32:
-            unit = TF32
+        # Of eleven bits are the scores, whatever is made of them.
+        is_rounded = tf32 and seen.dtype == torch.float32
+        unit, roundings = (TF32, 1.0) if is_rounded else (unit, 16.0)
         # The reference itself is float64: beside it, float64 gets its rounding once more.
         spare = 4.0 if seen.dtype == torch.float64 else 1.0
-        if unit == TF32:  # scores of eleven bits, whatever is made of them
-            roundings = 1.0 + 8.0 * largest_lse
-        else:
-            roundings = 16.0 + 8.0 * largest_lse
-        allowed = spare * (4.0 * _norm(own) + roundings * unit * _norm(ref))
-        return [Bound("rule F32, norm of the error", _norm(error), allowed)]
-    roundings = 1.25 if name in GRADIENTS else 1.0
+        rounded = (roundings + 8.0 * largest_lse) * unit * _norm(ref)
+        return [Bound("rule F32, norm of the error", error, spare * (4.0 * _norm(own) + rounded))]
+    if name in ("dQ", "dK") and not gentle:
+        return [Bound("rule N2, norm of the error", error, 4.0 * _norm(own))]
+    roundings, factor = (1.25, 3.0) if name in GRADIENTS else (1.0, 2.0)
     stored = ref.to(seen.dtype)
     floor = 2.0 * _largest((stored + 0.3 - 0.3).double() - stored.double())
-    factor = 3.0 if name in GRADIENTS else 2.0
-    if name in ("dQ", "dK") and not gentle:
-        return [Bound("rule N2, norm of the error", _norm(error), 4.0 * _norm(own))]
+    most = factor * _largest(own) + floor
     return [
-        Bound("rule N1, norm of the error", _norm(error), roundings * unit * _norm(ref)),
-        Bound("rule N2, norm of the error", _norm(error), 1.25 * _norm(own)),
-        Bound("rule M, largest error", _largest(error), factor * _largest(own) + floor),
+        Bound("rule N1, norm of the error", error, roundings * unit * _norm(ref)),
+        Bound("rule N2, norm of the error", error, 1.25 * _norm(own)),
+        Bound("rule M, largest error", _largest(seen.double() - ref), most),
     ]
 
 
@@ -154,70 +149,40 @@ def faults(
     seen: Mapping[str, torch.Tensor], problem: Problem, *, names: Iterable[str], tf32: bool
 ) -> list[tuple[str, str, str]]:
     """Of each tensor that breaks a rule: what is wrong, what it looks like, and where."""
-    found = (_fault(name, seen[name], problem, tf32) for name in names)
-    return [fault for fault in found if fault is not None]
-
-
-def _fault(
-    name: str, seen: torch.Tensor | None, problem: Problem, tf32: bool
-) -> tuple[str, str, str] | None:
-    """That of one tensor; None if it keeps its rules."""
-    ref, base = reference(problem), baseline(problem)
-    malformed = _malformed(name, seen, ref[name], problem)
-    if malformed or seen is None:
-        return malformed
+    ref, base, found = reference(problem), baseline(problem), []
     given: dict[str, Any] = {
         "largest_lse": _largest(ref["L"][ref["L"].isfinite()]),
         "gentle": problem.data == "normal",
         "tf32": tf32 and problem.torch_dtype == torch.float32,
     }
-    for bound in bounds(name, seen, ref[name], base[name], **given):
-        note(bound)
-        if not bound.is_kept:
-            said = f"{name} {tuple(seen.shape)}: expected the definition's values, {bound}"
-            return said, _looks_like(name, seen, problem), _where(seen, ref[name])
-    return None
+    for name in names:
+        if malformed := _malformed(name, seen[name], ref[name], problem):
+            found.append(malformed)
+            continue
+        kept = bounds(name, seen[name], ref[name], base[name], **given)
+        for bound in kept:
+            note(bound)
+        if broken := next((bound for bound in kept if not bound.is_kept), None):
+            said = f"{name} {tuple(ref[name].shape)}: expected the definition's values, {broken}"
+            looks_like = _looks_like(name, seen[name], problem)
+            found.append((said, looks_like, _where(seen[name], ref[name])))
+    return found
 
 
-def near(
-    seen: Mapping[str, torch.Tensor],
-    other: Mapping[str, torch.Tensor],
-    *,
-    given: str,
-    likely: str = "",
-    tf32: bool = False,
-) -> None:
-    """Two answers that the definition says are equal must be as near as two right ones are.
+def apart(name: str, found: torch.Tensor, wanted: torch.Tensor, *, tf32: bool = False) -> Bound:
+    """How far two answers are apart that the definition says are equal.
 
     Each is within its own rule of the definition, so they are within twice that of each other.
     float32 has 32 roundings in norm, where F32 allows four times a plain attempt's and 16.
-
-    Raises:
-        Violation: if they are further apart.
     """
-    __tracebackhide__ = True
-    apart = []
-    for name, wanted in other.items():
-        found, wide = seen[name], wanted.double()
-        if found.shape != wanted.shape:
-            apart.append(
-                f"{name}: expected the shape {tuple(wanted.shape)}, got {tuple(found.shape)}"
-            )
-            continue
-        if name == "L":
-            error, allowed = _lse(found, wide, tf32=tf32)
-            bound = Bound("rule LSE, twice", error, 2 * allowed)
-        else:
-            unit = TF32 if tf32 and found.dtype == torch.float32 else UNIT[found.dtype]
-            factor = 2.0 if unit >= TF32 else 32.0
-            error = _norm(found.double() - wide)
-            bound = Bound("norm of the difference", error, factor * unit * _norm(wide))
-        note(bound)
-        if not bound.is_kept:
-            apart.append(
-                f"{name} {tuple(found.shape)}: expected two ways to say the same to agree, {bound}"
-            )
-    judge.holds(not apart, "\n".join(apart), likely=likely, given=given)
+    wide = wanted.double()
+    if name == "L":
+        error, allowed = _lse(found, wide, tf32=tf32)
+        return Bound("rule LSE, twice", error, 2 * allowed)
+    unit = TF32 if tf32 and found.dtype == torch.float32 else UNIT[found.dtype]
+    factor = 2.0 if unit >= TF32 else 32.0
+    allowed = factor * unit * _norm(wide)
+    return Bound("norm of the difference", _norm(found.double() - wide), allowed)
 
 
 def note(bound: Bound) -> None:
@@ -269,15 +234,27 @@ def _where(seen: torch.Tensor, ref: torch.Tensor) -> str:
     )
 
 
+class TopLeft(Problem):
+    """A causal problem in which row i sees the keys j <= i."""
+
+    def visible(self) -> torch.Tensor:
+        """As PyTorch's `is_causal` has it."""
+        return torch.ones(self.seq_q, self.num_keys, dtype=torch.bool).tril()
+
+
 # Near definitions, and what it means to have computed one of them.
-_OTHERS: dict[str, dict[str, Any]] = {
-    "the causal mask is not applied": {"causal": False},
-    "a causal mask is applied where none is asked for": {"causal": True},
-    "the scale is ignored: it is head_dim ** -0.5": {"scale": None},
-    "the scale is not applied at all": {"scale": 1.0},
-    "the scale is applied twice": {"scale": "squared"},
+_OTHERS: dict[str, Callable[[Problem], Problem]] = {
+    "the causal mask is not applied": lambda p: p.but(causal=False),
+    "a causal mask is applied where none is asked for": lambda p: p.but(causal=True),
+    "the scale is ignored: it is head_dim ** -0.5": lambda p: p.but(scale=None),
+    "the scale is not applied at all": lambda p: p.but(scale=1.0),
+    "the scale is applied twice": lambda p: p.but(scale=p.factor**2),
+    "causal is aligned top-left (row i sees keys j <= i), the contract's is bottom-right": (
+        lambda p: TopLeft(**vars(p)) if p.causal and p.seq_q != p.num_keys else p
+    ),
 }
 _RATIOS = {
+    0.0: "zero in every element",
     1.4426950408889634: "a factor of 1/ln 2: a base-2 logarithm where the natural one is meant",
     0.6931471805599453: "a factor of ln 2: base 2 and base e are mixed",
     -1.0: "the sign is wrong",
@@ -290,42 +267,21 @@ def _looks_like(name: str, seen: torch.Tensor, problem: Problem) -> str:
     """A near definition that gives the same values, if there is one."""
     if problem.seq_q * problem.num_keys > 2**18:
         return ""  # each candidate is an oracle of its own
-    ref = reference(problem)[name]
-    for means, changes in _OTHERS.items():
-        changed = {k: problem.factor**2 if v == "squared" else v for k, v in changes.items()}
-        other = problem.but(**changed)
-        if other != problem and _same(seen, _answer(other, problem)[name], ref):
-            return means
-    top_left = problem.but(causal=False)
-    if (
-        problem.causal
-        and problem.seq_q != problem.num_keys
-        and _same(seen, _top_left(problem, top_left)[name], ref)
-    ):
-        return "causal is aligned top-left (row i sees keys j <= i), the contract's is bottom-right"
-    if not bool(seen.any()) and bool(ref.any()):
-        return "zero in every element"
-    for ratio, means in _RATIOS.items():
+    ref, scale = reference(problem)[name], problem.factor
+    for means, changed in _OTHERS.items():
+        other = changed(problem)
+        if other != problem:
+            answer = dense(other, inputs(problem), torch.float64, scale_on_keys=False)
+            if _same(seen, answer[name], ref):
+                return means
+    ratios = dict(_RATIOS)
+    if scale not in (0.0, 1.0):
+        said = f"the scale of {scale:.3g} is {{}} applied to {name}"
+        ratios |= {scale: said.format("once too often"), 1 / scale: said.format("not")}
+    for ratio, means in ratios.items():
         if _same(seen, ratio * ref, ref):
             return means
-    scale = problem.factor
-    ways = {"once too often": scale, "not": 1 / scale} if scale not in (0.0, 1.0) else {}
-    for means, factor in ways.items():
-        if _same(seen, factor * ref, ref):
-            return f"the scale of {scale:.3g} is {means} applied to {name}"
     return _partly(name, seen, ref, baseline(problem)[name])
-
-
-def _answer(other: Problem, problem: Problem) -> Answer:
-    return dense(other, inputs(problem), torch.float64, scale_on_keys=False)
-
-
-def _top_left(problem: Problem, shell: Problem) -> Answer:
-    class TopLeft(Problem):
-        def visible(self) -> torch.Tensor:
-            return torch.ones(self.seq_q, self.num_keys, dtype=torch.bool).tril()
-
-    return _answer(TopLeft(**vars(shell)), problem)
 
 
 def _same(seen: torch.Tensor, other: torch.Tensor, ref: torch.Tensor) -> bool:

@@ -8,16 +8,30 @@ that were never filled.
 from __future__ import annotations
 
 import unittest
+from functools import partial
 
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from spec_tests.chapters.attention import rules
-from spec_tests.chapters.attention.bodies import ATTENTION, arguments, call, observe, refusal_of
-from spec_tests.chapters.attention.defined import ALL, fitting, is_tf32, require_right
-from spec_tests.chapters.attention.problem import Problem, inputs
-from spec_tests.chapters.attention.test_layout import answer
+from spec_tests.chapters.attention import bodies, law
+from spec_tests.chapters.attention.bodies import (
+    ATTENTION,
+    answer,
+    arguments,
+    call,
+    forward,
+    observe,
+    refusal_of,
+)
+from spec_tests.chapters.attention.problem import (
+    ALL,
+    GRADIENTS,
+    OUTPUT_AND_GRADIENTS,
+    Problem,
+    inputs,
+    same,
+)
 from spec_tests.programs.laws import refusal
 from spec_tests.rig import judge
 from spec_tests.rig.clause import clauses
@@ -25,27 +39,48 @@ from spec_tests.rig.clause import clauses
 clause = clauses(judges=ATTENTION, level="correct", worlds=(1,))
 
 
+def penalty(attend, x, is_in_a_sum):
+    """The gradient of <dQ, dQ>, by itself or beside <O, 1>."""
+    out = attend(x.q, x.k, x.v)
+    (dq,) = torch.autograd.grad(out, (x.q,), x.do, create_graph=True)
+    total = (dq * dq).sum() + (out.sum() if is_in_a_sum else 0.0)
+    found = torch.autograd.grad(total, (x.q, x.k, x.v))
+    return dict(zip(GRADIENTS, found, strict=True))
+
+
 def second(ctx, subject, problem, is_in_a_sum):
-    """The gradient of <dQ, dQ>, by itself or beside <O, 1>; or the words of a refusal."""
-    x = inputs(problem).to(ctx.device)
+    """The `penalty`'s gradient, or the words of a refusal."""
     try:
-        out = call(ctx, subject, x.q, x.k, x.v, **arguments(problem))
-        (dq,) = torch.autograd.grad(out, (x.q,), x.do, create_graph=True)
-        total = (dq * dq).sum() + (out.sum() if is_in_a_sum else 0.0)
-        found = torch.autograd.grad(total, (x.q, x.k, x.v))
+        x = inputs(problem).to(ctx.device)
+        return penalty(attending(ctx, subject, problem), x, is_in_a_sum)
     except Exception as error:
         return refusal_of(ctx, subject, error)
-    return dict(zip(rules.GRADIENTS, found, strict=True))
 
 
-def _second_reference(problem: Problem, is_in_a_sum: bool) -> dict[str, torch.Tensor]:
-    x = inputs(problem)
-    q, k, v = (t.double().requires_grad_() for t in (x.q, x.k, x.v))
-    out = (q @ k.mT * problem.factor).softmax(-1) @ v
-    (dq,) = torch.autograd.grad(out, (q,), x.do.double(), create_graph=True)
-    total = (dq * dq).sum() + (out.sum() if is_in_a_sum else 0.0)
-    found = torch.autograd.grad(total, (q, k, v))
-    return dict(zip(rules.GRADIENTS, found, strict=True))
+def attending(ctx, subject, problem):
+    """The function under test as one of q, k and v."""
+    return lambda q, k, v: call(ctx, subject, q, k, v, **arguments(problem))
+
+
+def judge_if_any(seen, wanted, likely):
+    """Two digits must be right, where it is no refusal: what is wrong here is wrong by far."""
+    __tracebackhide__ = True
+    if isinstance(seen, str):
+        return
+    for name, right in wanted.items():
+        error = float((seen[name].double() - right.double()).norm() / right.double().norm())
+        finding = f"{name}: expected what is right or an error, got a value off by {error:.2f}"
+        judge.holds(error < 1e-2, finding, likely=likely)
+
+
+def _judge_second(world, subject, *, is_in_a_sum):
+    __tracebackhide__ = True
+    problem = law.fitting(world, subject, Problem(seq_q=20))
+    seen = observe(world, subject, second, problem, is_in_a_sum)
+
+    x = inputs(problem).each(torch.Tensor.double).to(torch.device("cpu"))
+    defined = penalty(lambda q, k, v: (q @ k.mT * problem.factor).softmax(-1) @ v, x, is_in_a_sum)
+    judge_if_any(seen, defined, "the backward takes what the forward saved for constant")
 
 
 @clause(
@@ -75,48 +110,26 @@ def test_a_second_derivative_beside_a_first_is_right_or_refused(world, subject):
     _judge_second(world, subject, is_in_a_sum=True)
 
 
-def _judge_second(world, subject, *, is_in_a_sum):
-    __tracebackhide__ = True
-    problem = fitting(world, subject, Problem(seq_q=20))
-    seen = observe(world, subject, second, problem, is_in_a_sum)
-
-    if isinstance(seen, str):
-        return
-    for name, wanted in _second_reference(problem, is_in_a_sum).items():
-        error = float((seen[name].double() - wanted).norm() / wanted.norm())
-        judge.holds(
-            error < 1e-2,
-            f"{name}: expected the second derivative or an error, got one off by {error:.2f}",
-            likely="the backward is differentiated with what the forward saved held constant",
-            given=repr(problem),
-        )
-
-
 def transformed(ctx, subject, problem, transform):
     """What a transform of torch.func gives, and the same by other means; or the refusal.
 
     jvp: <dO, the tangent of O> for a tangent of q, and <dQ, that tangent>. vmap: O of two problems
     at once, and one by one.
     """
-    x = inputs(problem)
-    q, k, v, do = (t.to(ctx.device) for t in (x.q, x.k, x.v, x.do))
-
-    def attend(q, k, v):
-        return call(ctx, subject, q, k, v, **arguments(problem))
-
+    x, attend = bodies.on(ctx, problem), attending(ctx, subject, problem)
+    q, k, v = x.q, x.k, x.v
     try:
         if transform == "jvp":
             tangent = k[:, :, : problem.seq_q]
             moved = torch.func.jvp(lambda q: attend(q, k, v), (q,), (tangent,))[1]
-            q.requires_grad_()
-            (dq,) = torch.autograd.grad(attend(q, k, v), (q,), do)
-            return {"O": (moved * do).sum()}, {"O": (dq * tangent).sum()}
+            dq = answer(ctx, subject, problem, x, ("dQ",))["dQ"]
+            return {"O": (moved * x.do).sum()}, {"O": (dq * tangent).sum()}
         back = (t.flip(2) for t in (q, k, v))
         one_by_one = torch.stack([attend(q, k, v), attend(*back)])
         at_once = torch.vmap(attend)(*(torch.stack([t, t.flip(2)]) for t in (q, k, v)))
         return {"O": at_once}, {"O": one_by_one}
     except Exception as error:
-        return refusal_of(ctx, subject, error)
+        return refusal_of(ctx, subject, error), {}
 
 
 @clause(
@@ -130,41 +143,20 @@ def test_a_transform_is_right_or_refused(world, subject, transform):
 
     <dO, J t> is <J' dO, t>: forward and backward mode check each other.
     """
-    problem = fitting(world, subject, Problem(seq_q=20, seq_k=24))
-    seen = observe(world, subject, transformed, problem, transform)
+    problem = law.fitting(world, subject, Problem(seq_q=20, seq_k=24))
+    seen, wanted = observe(world, subject, transformed, problem, transform)
 
-    if isinstance(seen, str):
-        return
-    found, wanted = seen
-    error = float((found["O"].double() - wanted["O"].double()).norm())
-    size = float(wanted["O"].double().norm())
-    judge.holds(
-        error <= 1e-2 * size,
-        f"{transform}: expected what {'the backward' if transform == 'jvp' else 'a loop'} gives or "
-        f"an error, got {error / size:.2g} of it away",
-        likely="tangents are dropped where the operator calls its kernel",
-        given=repr(problem),
-    )
+    judge_if_any(seen, wanted, "tangents are dropped where the operator calls its kernel")
 
 
 def side_by_side(ctx, subject, problem, way):
     """The gradients of two calls, both forwards before both backwards; or made again for each."""
     both = [inputs(problem.but(seed=seed)).to(ctx.device) for seed in (0, 1)]
-
-    def attend(q, k, v):
-        return call(ctx, subject, q, k, v, **arguments(problem))
-
-    outs = [
-        checkpoint(attend, x.q, x.k, x.v, use_reentrant=False)
-        if way == "checkpointed"
-        else attend(x.q, x.k, x.v)
-        for x in both
-    ]
-    found = []
-    for x, out in zip(both, outs, strict=True):
-        of_call = torch.autograd.grad(out, (x.q, x.k, x.v), x.do)
-        found.append({"O": out, **dict(zip(rules.GRADIENTS, of_call, strict=True))})
-    return found
+    attend = attending(ctx, subject, problem)
+    if way == "checkpointed":
+        attend = partial(checkpoint, attend, use_reentrant=False)
+    outs = [attend(x.q, x.k, x.v) for x in both]
+    return [bodies.differentiated(out, x) for out, x in zip(outs, both, strict=True)]
 
 
 @clause(
@@ -177,27 +169,22 @@ def test_two_calls_do_not_disturb_each_other(world, subject, way):
 
     With activation checkpointing each forward runs once more, within the backward.
     """
-    problem = fitting(world, subject, Problem(seq_q=40))
+    problem = law.fitting(world, subject, Problem(seq_q=40))
     seen = observe(world, subject, side_by_side, problem, way)
 
     for seed, of_call in enumerate(seen):
-        own = problem.but(seed=seed)
-        rules.close(of_call, own, names=("O", *rules.GRADIENTS), tf32=is_tf32(world, subject))
+        law.close(world, subject, of_call, problem.but(seed=seed), *OUTPUT_AND_GRADIENTS)
 
 
 def changed(ctx, subject, problem, name):
     """Gradients after a tensor was changed between forward and backward, or what was raised."""
     x = inputs(problem).to(ctx.device)
-    out = call(ctx, subject, x.q, x.k, x.v, **arguments(problem))
+    out = forward(ctx, subject, problem, x)
     with torch.no_grad():
         {"q": x.q, "k": x.k, "v": x.v, "O": out}[name].mul_(3.0)
-    try:
-        found = torch.autograd.grad(out, (x.q, x.k, x.v), x.do)
-    except refusal.NO_ANSWERS:
-        raise
-    except RuntimeError as error:
-        return str(error)
-    return dict(zip(rules.GRADIENTS, found, strict=True))
+    with refusal.caught(RuntimeError) as error:
+        found = bodies.differentiated(out, x)
+    return error["error"] or found
 
 
 @clause(
@@ -208,11 +195,11 @@ def changed(ctx, subject, problem, name):
 @pytest.mark.parametrize("name", ["q", "k", "v", "O"])
 def test_a_tensor_changed_before_the_backward_is_noticed(world, subject, name):
     """If q, k, v or O was changed in place, the backward MUST raise or still be right."""
-    problem = fitting(world, subject, Problem(seq_q=40))
+    problem = law.fitting(world, subject, Problem(seq_q=40))
     seen = observe(world, subject, changed, problem, name)
 
     if not isinstance(seen, str):
-        rules.close(seen, problem, names=rules.GRADIENTS, tf32=is_tf32(world, subject))
+        law.close(world, subject, seen, problem, *GRADIENTS)
 
 
 def after_dirt(ctx, subject, problem):
@@ -239,16 +226,11 @@ def test_no_element_is_left_as_the_allocator_gave_it(world, subject):
 
     Fresh pages are zero, which is what rows that see nothing should be; a cached block is not.
     """
-    problem = fitting(world, subject, Problem(seq_q=70, seq_k=40, causal=True))
-    require_right(world, subject, problem.but(seq_q=problem.seq_k))
+    problem = law.fitting(world, subject, Problem(seq_q=70, seq_k=40, causal=True))
+    law.require_right(world, subject, problem.but(seq_q=problem.seq_k))
     seen = observe(world, subject, after_dirt, problem)
 
-    rules.close(seen, problem, names=ALL, tf32=is_tf32(world, subject))
-
-
-def repeated(ctx, subject, problem, times):
-    """The answers of that many calls."""
-    return [answer(ctx, subject, problem, inputs(problem)) for _ in range(times)]
+    law.close(world, subject, seen, problem)
 
 
 @clause(
@@ -260,20 +242,16 @@ def test_equal_inputs_give_equal_bits(world, subject):
     """Equal inputs MUST give equal bits of O, L, dQ, dK and dV, every time."""
     is_parallel = world.transport == "cuda"  # where there is something to race
     problem = Problem(seq_q=500 if is_parallel else 70, heads=8 if is_parallel else 1, causal=True)
-    problem = fitting(world, subject, problem)
-    times = 50 if is_parallel else 3
-    first, *others = observe(world, subject, repeated, problem, times)
+    problem = law.fitting(world, subject, problem)
+    changes = [same] * (50 if is_parallel else 3)
+    first, *others = law.asked(world, subject, problem, ALL, *changes)
 
-    judge.tensors(others, first, quantity="answer of the first call", given=repr(problem))
+    judge.tensors(others, first, quantity="answer of the first call")
 
 
-def in_batch_and_alone(ctx, subject, problem, at):
-    """The answer of one sequence out of the batch, and of a call on it alone."""
-    x = inputs(problem)
-    whole = answer(ctx, subject, problem, x)
-    x.q, x.k, x.v, x.do = (t[at : at + 1].clone() for t in (x.q, x.k, x.v, x.do))
-    alone = answer(ctx, subject, problem.but(batch=1), x)
-    return {name: t[at : at + 1] for name, t in whole.items()}, alone
+def second_alone(x):
+    """The second sequence of the batch."""
+    return x.each(lambda t: t[1:2].clone())
 
 
 @clause(
@@ -286,7 +264,38 @@ def test_a_sequence_does_not_feel_its_batch(world, subject):
     """A sequence MUST have the same bits in a batch of three as alone."""
     if world.transport == "cuda" and subject != "flash_attention_triton":
         raise unittest.SkipTest("cuBLAS chooses its kernels by the size of the batch")
-    problem = fitting(world, subject, Problem(seq_q=70, batch=3, heads=1, causal=True))
-    inside, alone = observe(world, subject, in_batch_and_alone, problem, 1)
+    problem = law.fitting(world, subject, Problem(seq_q=70, batch=3, heads=1, causal=True))
+    whole, alone = law.asked(world, subject, problem, ALL, same, second_alone)
 
-    judge.tensors([inside], alone, quantity="answer of the sequence alone", given=repr(problem))
+    inside = {name: t[1:2] for name, t in whole.items()}
+    judge.tensors([inside], alone, quantity="answer of the sequence alone")
+
+
+def on_side_stream(ctx, subject, problem):
+    """The answer on the current stream, and on another one that made the inputs just before."""
+    x = inputs(problem)
+    first = answer(ctx, subject, problem, x)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        late = x.each(lambda t: torch.full_like(t, torch.nan, device=ctx.device))
+        torch.cuda._sleep(50_000_000)  # a kernel on the wrong stream finds NaN
+        for name, made in vars(late).items():
+            made.copy_(getattr(x, name))
+        again = answer(ctx, subject, problem, late)
+    stream.synchronize()
+    return first, again
+
+
+@clause(
+    "attention.device.side-stream",
+    source="xformers, test_cuda_streams; a launch on the default stream",
+    transports=("cuda",),
+    no_impostor="seen on a GPU alone: elsewhere there are no streams",
+)
+def test_it_runs_on_the_current_stream(world, subject):
+    """On a side stream the answer MUST have the same bits as on the default stream."""
+    problem = Problem(seq_q=300, head_dim=64, dtype="bfloat16", causal=True)
+    first, again = observe(world, subject, on_side_stream, law.fitting(world, subject, problem))
+
+    judge.tensors([again], first, quantity="answer on the default stream")

@@ -12,10 +12,9 @@ import unittest
 import pytest
 import torch
 
-from spec_tests.chapters.attention import bodies, interpreter, rules
-from spec_tests.chapters.attention.bodies import KERNELS, arguments, call, observe
-from spec_tests.chapters.attention.defined import fitting, require_backward, require_right
-from spec_tests.chapters.attention.problem import AS_THE_EXERCISE, Problem, inputs
+from spec_tests.chapters.attention import bodies, interpreter, law, rules
+from spec_tests.chapters.attention.bodies import KERNELS, observe
+from spec_tests.chapters.attention.problem import ALL, AS_THE_EXERCISE, Problem, inputs
 from spec_tests.rig import judge
 from spec_tests.rig.clause import clauses
 from spec_tests.rig.ranks.errors import NOT_HERE
@@ -23,25 +22,24 @@ from spec_tests.rig.ranks.errors import NOT_HERE
 clause = clauses(judges=KERNELS, level="production", worlds=(1,), transports=("gloo",))
 NO_METHODS = f"{NOT_HERE}this Triton's interpreter has other methods"
 # Several tiles that divide no length, and two heads: neighbours to run into.
-RAGGED = Problem(seq_q=70, seq_k=80, head_dim=24, heads=2)
+RAGGED = law.varied(Problem(seq_q=70, seq_k=80, head_dim=24, heads=2), causal=law.BOTH)
 
 
-def launched(ctx, subject, problem):
-    """What each launch of a forward and a backward did, and how many belong to the forward."""
+def launched(ctx, subject, problem, has_backward=True):
+    """What each launch of a forward and of a backward did; None if that cannot be watched."""
     x = inputs(problem).to(ctx.device)
     with interpreter.watched() as launches:
-        out = call(ctx, subject, x.q, x.k, x.v, **arguments(problem))
+        out = bodies.forward(ctx, subject, problem, x)
     with interpreter.watched() as backward:
-        torch.autograd.grad(out, (x.q, x.k, x.v), x.do)
+        if has_backward:
+            torch.autograd.grad(out, (x.q, x.k, x.v), x.do)
     return None if launches is None else (launches, backward)
 
 
-def _launches(world, subject, problem):
-    found = observe(world, subject, launched, problem)
+def _launches(world, subject, problem, **how):
+    found = observe(world, subject, launched, problem, **how)
     if found is None:
         raise unittest.SkipTest(NO_METHODS)
-    if not found[0]:
-        raise unittest.SkipTest(f"{NOT_HERE}no kernel was interpreted")
     return found
 
 
@@ -53,22 +51,12 @@ def _launches(world, subject, problem):
 )
 def test_a_kernel_is_launched(world, subject):
     """The forward MUST launch a Triton kernel."""
-    launches = observe(world, subject, launched_forward, AS_THE_EXERCISE)
-    if launches is None:
-        raise unittest.SkipTest(NO_METHODS)
+    launches, _ = _launches(world, subject, AS_THE_EXERCISE, has_backward=False)
     judge.holds(
         bool(launches),
         "expected the forward to launch a Triton kernel, got none",
         likely="the version in PyTorch operations, under the kernel's name",
     )
-
-
-def launched_forward(ctx, subject, problem):
-    """The launches of a forward."""
-    x = inputs(problem).to(ctx.device)
-    with interpreter.watched() as launches:
-        call(ctx, subject, x.q, x.k, x.v, **arguments(problem))
-    return launches
 
 
 # What no launch may do: by the name of its count, in words, and how one comes to it.
@@ -88,36 +76,40 @@ FAULTS = {
 }
 
 
-def _none(world, subject, mask, what):
-    problem = fitting(world, subject, RAGGED.but(causal=mask == "causal"))
+def _interpreted(world, subject, problem):
+    forward, backward = _launches(world, subject, problem)
+    if not forward:
+        raise unittest.SkipTest(f"{NOT_HERE}no kernel was interpreted")
+    return forward, backward
+
+
+def _none(world, subject, problem, what):
+    __tracebackhide__ = True
+    forward, backward = _interpreted(world, subject, law.fitting(world, subject, problem))
     wanted, likely = FAULTS[what]
-    for launch in (launch for part in _launches(world, subject, problem) for launch in part):
-        judge.holds(
-            launch[what] == 0,
-            f"kernel {launch['kernel']}: {wanted}, got {launch[what]}",
-            likely=likely,
-            given=repr(problem),
-        )
+    for launch in (*forward, *backward):
+        said = f"kernel {launch['kernel']}: {wanted}, got {launch[what]}"
+        judge.holds(launch[what] == 0, said, likely=likely)
 
 
 @clause(
     "attention.kernels.one-writer",
     source="flash-attn, deterministic backward; two programs that store one element race",
 )
-@pytest.mark.parametrize("mask", ["full", "causal"])
-def test_each_element_is_stored_once(world, subject, mask):
+@law.problems(RAGGED)
+def test_each_element_is_stored_once(world, subject, problem):
     """Each launch MUST store an element at most once: no race, no atomics, one order of sums."""
-    _none(world, subject, mask, "stored_again")
+    _none(world, subject, problem, "stored_again")
 
 
 @clause(
     "attention.kernels.reads-nothing-of-others",
     source="programs of a launch have no order; the interpreter's is an accident",
 )
-@pytest.mark.parametrize("mask", ["full", "causal"])
-def test_no_program_reads_what_another_wrote(world, subject, mask):
+@law.problems(RAGGED)
+def test_no_program_reads_what_another_wrote(world, subject, problem):
     """Within a launch no program MUST read what another one wrote."""
-    _none(world, subject, mask, "foreign")
+    _none(world, subject, problem, "foreign")
 
 
 @clause(
@@ -125,19 +117,16 @@ def test_no_program_reads_what_another_wrote(world, subject, mask):
     level="correct",
     source="what lies beyond is another tensor, or a fault of the process",
 )
-@pytest.mark.parametrize("mask", ["full", "causal"])
-def test_no_address_lies_outside_of_the_arguments(world, subject, mask):
+@law.problems(RAGGED)
+def test_no_address_lies_outside_of_the_arguments(world, subject, problem):
     """Every address that is loaded or stored MUST lie within a tensor that was passed."""
-    _none(world, subject, mask, "outside")
+    _none(world, subject, problem, "outside")
 
 
-def on_tensor_cores(ctx, subject, problem, part):
-    """O and L, or all, with products as a device takes them; None: not to be had."""
+def on_tensor_cores(ctx, subject, problem, names):
+    """What is named, with products as a device takes them; None: not to be had."""
     with interpreter.tensor_cores() as is_rounding:
-        if part == "backward":
-            answer = bodies.everything(ctx, subject, problem)
-        else:
-            answer = bodies.forward(ctx, subject, problem, lse=True)
+        answer = bodies.answer(ctx, subject, problem, inputs(problem), names)
     return answer if is_rounding else None
 
 
@@ -152,14 +141,16 @@ def test_products_on_tensor_cores_keep_24_bits(world, subject, part):
 
     Judged by value: operands are rounded to TF32's eleven bits where the kernel allows it.
     """
-    if part == "backward":
-        require_backward(world, subject)
-    require_right(world, subject, AS_THE_EXERCISE, is_differentiated=part == "backward")
-    seen = observe(world, subject, on_tensor_cores, AS_THE_EXERCISE, part)
+    has_gradients = part == "backward"
+    if has_gradients:
+        law.require_backward(world, subject)
+    law.require_right(world, subject, AS_THE_EXERCISE, is_differentiated=has_gradients)
+    names = ALL if has_gradients else ("O", "L")
+    seen = observe(world, subject, on_tensor_cores, AS_THE_EXERCISE, names)
     if seen is None:
         raise unittest.SkipTest(NO_METHODS)
     likely = "three digits are right: `tl.dot` of float32 without `input_precision`, which is TF32"
-    rules.close(seen, AS_THE_EXERCISE, names=tuple(seen), likely=likely)
+    rules.close(seen, AS_THE_EXERCISE, names=names, likely=likely)
 
 
 @clause(
@@ -173,8 +164,8 @@ def test_products_are_those_of_the_algorithm_and_half_with_a_mask(world, subject
     less. A tenth is left for tiles that reach beyond. Nor is what nobody sees loaded: nine tenths.
     """
     problem = Problem(seq_q=256, heads=1)
-    full = _launches(world, subject, problem)
-    causal = _launches(world, subject, problem.but(causal=True))
+    full = _interpreted(world, subject, problem)
+    causal = _interpreted(world, subject, problem.but(causal=True))
 
     product = 2 * problem.seq_q * problem.num_keys * problem.head_dim
     for index, (name, allowed) in enumerate((("forward", 2.2), ("backward", 7.7))):
@@ -183,7 +174,6 @@ def test_products_are_those_of_the_algorithm_and_half_with_a_mask(world, subject
             flops <= allowed * product,
             f"{name}: expected at most {allowed} products of q and k, got {flops / product}",
             likely="scores are computed more often than they are used",
-            given=repr(problem),
         )
         for what, part in (("flops", 0.8), ("loaded", 0.9)):
             share = _total(what, causal[index]) / _total(what, full[index])
@@ -192,7 +182,6 @@ def test_products_are_those_of_the_algorithm_and_half_with_a_mask(world, subject
                 f"{name}, {what}: expected at most {part} of the work with a causal mask, got "
                 f"{share:.2f}",
                 likely="tiles above the diagonal are loaded, or computed and masked",
-                given=repr(problem),
             )
 
 

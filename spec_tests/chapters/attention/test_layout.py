@@ -7,24 +7,23 @@ strides of each, and each tensor has its own.
 
 from __future__ import annotations
 
-import functools
 import unittest
+from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 
-from spec_tests.chapters.attention import rules
-from spec_tests.chapters.attention.bodies import ATTENTION, arguments, call, observe
-from spec_tests.chapters.attention.defined import (
+from spec_tests.chapters.attention import bodies, law
+from spec_tests.chapters.attention.bodies import ATTENTION, observe
+from spec_tests.chapters.attention.problem import (
     ALL,
-    fitting,
-    is_tf32,
-    require_backward,
-    require_finite,
-    require_right,
-    takes_dtype,
+    GRADIENTS,
+    OUTPUT_AND_GRADIENTS,
+    Problem,
+    dense,
+    inputs,
 )
-from spec_tests.chapters.attention.problem import Problem, dense, inputs
 from spec_tests.rig import judge
 from spec_tests.rig.clause import clauses
 from spec_tests.rig.ranks.errors import RankRaised
@@ -32,67 +31,48 @@ from spec_tests.rig.ranks.errors import RankRaised
 clause = clauses(judges=ATTENTION, level="correct", worlds=(1,))
 
 
-def _heads_inside(t: torch.Tensor) -> torch.Tensor:
-    """The same values, stored as [batch, seq, heads, head_dim]."""
-    return t.transpose(1, 2).contiguous().transpose(1, 2)
+def _stored(t, *order):
+    """The same values, stored with the dims in this order."""
+    return t.permute(order).contiguous().permute([order.index(dim) for dim in range(4)])
 
 
-def _head_dim_outside(t: torch.Tensor) -> torch.Tensor:
-    """The same values, stored with head_dim first: the last stride is not one."""
-    return t.permute(3, 0, 1, 2).contiguous().permute(1, 2, 3, 0)
-
-
-def _shifted(t: torch.Tensor) -> torch.Tensor:
+def _shifted(t):
     """The same values, beginning one element into their storage."""
     storage = t.new_zeros(t.numel() + 1)
     return storage[1:].view(t.shape).copy_(t)
 
 
-def _amid(t: torch.Tensor, around: float) -> torch.Tensor:
-    """The same values, a window of a storage that holds `around` before and behind each row."""
-    storage = t.new_full((*t.shape[:2], t.shape[2] + 80, t.shape[3] + 8), around)
-    storage[:, :, 8:-72, :-8] = t
-    return storage[:, :, 8:-72, :-8]
+def _window(t, right, above=0, below=0, around=0.0):
+    """The same values within a storage that holds `around` beside, before and behind the rows."""
+    storage = F.pad(t, (0, right, above, below), value=around)
+    return storage[:, :, above : above + t.shape[2], : t.shape[3]]
 
 
-def _wide(t: torch.Tensor, extra: int) -> torch.Tensor:
-    """The same values, `extra` elements further apart from row to row."""
-    return torch.cat([t, t.new_zeros((*t.shape[:3], extra))], dim=-1)[..., : t.shape[3]]
-
-
+HEADS_INSIDE, HEAD_DIM_OUTSIDE, SEQ_OUTSIDE = (0, 2, 1, 3), (3, 0, 1, 2), (2, 0, 1, 3)
 LAYOUTS = {
-    "heads-inside": lambda x: [_heads_inside(t) for t in x],
-    "only-k": lambda x: [x[0], _heads_inside(x[1]), *x[2:]],
-    "fused": lambda x: [*torch.stack([_heads_inside(t) for t in x[:3]], dim=2).unbind(2), x[3]],
-    "head-dim-outside": lambda x: [_head_dim_outside(t) for t in x],
+    "heads-inside": lambda x: [_stored(t, *HEADS_INSIDE) for t in x],
+    "only-k": lambda x: [x[0], _stored(x[1], *HEADS_INSIDE), *x[2:]],
+    "fused": lambda x: [
+        *torch.stack([_stored(t, *HEADS_INSIDE) for t in x[:3]], dim=2).unbind(2),
+        x[3],
+    ],
+    "head-dim-outside": lambda x: [_stored(t, *HEAD_DIM_OUTSIDE) for t in x],
     "one-element-in": lambda x: [_shifted(t) for t in x],
-    "head-dim-outside-of-v": lambda x: [*x[:2], _head_dim_outside(x[2]), x[3]],
-    "head-dim-outside-of-do": lambda x: [*x[:3], _head_dim_outside(x[3])],
+    "head-dim-outside-of-v": lambda x: [*x[:2], _stored(x[2], *HEAD_DIM_OUTSIDE), x[3]],
+    "head-dim-outside-of-do": lambda x: [*x[:3], _stored(x[3], *HEAD_DIM_OUTSIDE)],
 }
 OF_ONE_HEAD = {
-    "each-in-a-window-of-its-own": lambda x: [_wide(t, extra) for extra, t in enumerate(x, 1)],
-    "batches-interleaved": lambda x: [
-        t.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3) for t in x
-    ],
+    "each-in-a-window-of-its-own": lambda x: [_window(t, extra) for extra, t in enumerate(x, 1)],
+    "batches-interleaved": lambda x: [_stored(t, *SEQ_OUTSIDE) for t in x],
     **{name: LAYOUTS[name] for name in ("head-dim-outside-of-v", "head-dim-outside-of-do")},
 }
 """Likewise, where [batch, 1, seq, head_dim] becomes [batch, seq, head_dim] without a copy."""
 
 
-def answer(ctx, subject, problem, x):
-    """O, L and the gradients of q, k and v as they lie."""
-    leaves = [t.to(ctx.device).requires_grad_() for t in (x.q, x.k, x.v)]
-    out, lse = call(ctx, subject, *leaves, return_lse=True, **arguments(problem))
-    found = torch.autograd.grad(out, leaves, x.do.to(ctx.device))
-    return {"O": out, "L": lse, **dict(zip(rules.GRADIENTS, found, strict=True))}
-
-
-def laid_out(ctx, subject, problem, layout):
-    """The answer with the tensors in that layout."""
-    x = inputs(problem)
-    change = OF_ONE_HEAD[layout] if problem.heads == 1 else LAYOUTS[layout]
-    x.q, x.k, x.v, x.do = change([x.q, x.k, x.v, x.do])
-    return answer(ctx, subject, problem, x)
+def laid_out(x, layout):
+    """The same values in that layout."""
+    q, k, v, do = {**LAYOUTS, **OF_ONE_HEAD}[layout]([x.q, x.k, x.v, x.do])
+    return x.but(q=q, k=k, v=v, do=do)
 
 
 @clause(
@@ -106,10 +86,9 @@ def test_each_tensor_has_strides_of_its_own(world, subject, layout):
 
     dO comes as autograd makes it: transposed after `out.transpose(1, 2)`, which is what models do.
     """
-    problem = fitting(world, subject, Problem(seq_q=40, batch=2))
-    seen = observe(world, subject, laid_out, problem, layout)
-
-    rules.close(seen, problem, names=ALL, tf32=is_tf32(world, subject))
+    problem = law.fitting(world, subject, Problem(seq_q=40, batch=2))
+    [seen] = law.asked(world, subject, problem, ALL, partial(laid_out, layout=layout))
+    law.close(world, subject, seen, problem)
 
 
 @clause(
@@ -117,36 +96,21 @@ def test_each_tensor_has_strides_of_its_own(world, subject, layout):
     source="contract: any-strides; solutions of CS336 that pass one tensor's strides for another's",
 )
 @pytest.mark.parametrize("layout", OF_ONE_HEAD)
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_each_tensor_of_one_head_has_strides_of_its_own(world, subject, layout, dtype):
+@law.problems(law.varied(Problem(seq_q=40, batch=2, heads=1), dtype=("float32", "float16")))
+def test_each_tensor_of_one_head_has_strides_of_its_own(world, subject, layout, problem):
     """With one head, too, any strides of q, k, v and dO MUST give the same values.
 
     What joins batch and heads copies where there are several, and so hides a wrong stride.
     """
-    problem = fitting(world, subject, Problem(seq_q=40, batch=2, heads=1, dtype=dtype))
-    require_right(world, subject, problem)
-    seen = observe(world, subject, laid_out, problem, layout)
-
-    rules.close(seen, problem, names=ALL, tf32=is_tf32(world, subject))
-
-
-def summed(ctx, subject, problem):
-    """The gradients of `out.sum()`: dO is a single one, with strides of zero."""
-    x = inputs(problem)
-    leaves = [t.to(ctx.device).requires_grad_() for t in (x.q, x.k, x.v)]
-    out = call(ctx, subject, *leaves, **arguments(problem))
-    out.sum().backward()
-    return {name: leaf.grad for name, leaf in zip(rules.GRADIENTS, leaves, strict=True)}
+    problem = law.fitting(world, subject, problem)
+    law.require_right(world, subject, problem)
+    [seen] = law.asked(world, subject, problem, ALL, partial(laid_out, layout=layout))
+    law.close(world, subject, seen, problem)
 
 
-def expanded(ctx, subject, problem):
-    """The answer where k and v of the first sequence are expanded over the batch."""
-    x = inputs(problem)
-    k, v = (t[:1].clone().to(ctx.device).requires_grad_() for t in (x.k, x.v))
-    q = x.q.to(ctx.device).requires_grad_()
-    out = call(ctx, subject, q, k.expand_as(x.k), v.expand_as(x.v), **arguments(problem))
-    found = torch.autograd.grad(out, (q, k, v), x.do.to(ctx.device))
-    return {"O": out, **dict(zip(rules.GRADIENTS, found, strict=True))}
+def summed(x):
+    """The gradient of `out.sum()`: dO is a single one, with strides of zero."""
+    return x.but(do=x.do.new_ones(()).expand_as(x.do))
 
 
 @clause(
@@ -159,14 +123,12 @@ def test_an_expanded_upstream_gradient_is_read_as_one(world, subject):
 
     Values alone, dV above all: with dO of ones dQ and dK are a difference of equal sums.
     """
-    problem = fitting(world, subject, Problem(seq_q=40))
-    seen = observe(world, subject, summed, problem)
+    law.as_changed(world, subject, Problem(seq_q=40), summed, *GRADIENTS, what="out.sum()")
 
-    x = inputs(problem)
-    x.do = torch.ones_like(x.do)
-    found = dense(problem, x, torch.float64, scale_on_keys=False)
-    wanted = {name: found[name].float() for name in rules.GRADIENTS}
-    rules.near(seen, wanted, given=f"{problem!r}, out.sum()", tf32=is_tf32(world, subject))
+
+def expanded(x):
+    """k and v of the first sequence, expanded over the batch."""
+    return x.but(k=x.k[:1].expand_as(x.k), v=x.v[:1].expand_as(x.v))
 
 
 @clause(
@@ -176,23 +138,16 @@ def test_an_expanded_upstream_gradient_is_read_as_one(world, subject):
 )
 def test_keys_expanded_over_the_batch_are_keys(world, subject):
     """k and v expanded over the batch MUST give the values and gradients of copies."""
-    problem = fitting(world, subject, Problem(seq_q=40, batch=3))
-    seen = observe(world, subject, expanded, problem)
-
-    x = inputs(problem)
-    x.k, x.v = (t[:1].expand_as(t).clone() for t in (x.k, x.v))
-    found = dense(problem, x, torch.float64, scale_on_keys=False)
-    for name in ("dK", "dV"):
-        found[name] = found[name].sum(dim=0, keepdim=True)
-    wanted = {name: found[name].float() for name in ("O", *rules.GRADIENTS)}
-    rules.near(seen, wanted, given=f"{problem!r}, k and v expanded", tf32=is_tf32(world, subject))
+    problem = Problem(seq_q=40, batch=3)
+    law.as_changed(
+        world, subject, problem, expanded, *OUTPUT_AND_GRADIENTS, what="k and v expanded"
+    )
 
 
-def amid(ctx, subject, problem, around):
-    """The answer where q, k, v and dO are windows of storages full of `around`."""
-    x = inputs(problem)
-    x.q, x.k, x.v, x.do = (_amid(t, around) for t in (x.q, x.k, x.v, x.do))
-    return answer(ctx, subject, problem, x)
+def amid(x, around):
+    """q, k, v and dO are windows of storages full of `around`."""
+    q, k, v, do = (_window(t, 8, 8, 72, around) for t in (x.q, x.k, x.v, x.do))
+    return x.but(q=q, k=k, v=v, do=do)
 
 
 @clause(
@@ -207,25 +162,24 @@ def test_what_lies_around_the_tensors_does_not_matter(world, subject, around):
     The last tile reaches beyond seq_k, seq_q or head_dim: loads without a mask find it, and a
     weight of zero does not help against NaN.
     """
-    problem = fitting(world, subject, Problem(seq_q=45, seq_k=50, head_dim=24))
+    problem = law.fitting(world, subject, Problem(seq_q=45, seq_k=50, head_dim=24))
     try:
-        clean = observe(world, subject, amid, problem, 0.0)
+        [clean] = law.asked(world, subject, problem, ALL, partial(amid, around=0.0))
     except RankRaised as error:
         raise unittest.SkipTest(
             "it refuses windows, for which attention.layout.strides-without-heads fails"
         ) from error
-    require_finite(clean)
-    seen = observe(world, subject, amid, problem, around)
+    law.require_finite(clean)
+    seen = law.asked(world, subject, problem, ALL, partial(amid, around=around))
 
-    judge.tensors([seen], clean, quantity="value among zeros", given=repr(problem))
+    judge.tensors(seen, clean, quantity="value among zeros")
 
 
 def kept(ctx, subject, problem):
     """The inputs after forward and backward."""
     x = inputs(problem).to(ctx.device)
-    out = call(ctx, subject, x.q, x.k, x.v, **arguments(problem))
-    torch.autograd.grad(out, (x.q, x.k, x.v), x.do)
-    return {"q": x.q.detach(), "k": x.k.detach(), "v": x.v.detach(), "dO": x.do}
+    bodies.answer(ctx, subject, problem, x, GRADIENTS)
+    return {"q": x.q, "k": x.k, "v": x.v, "dO": x.do}
 
 
 @clause(
@@ -234,18 +188,16 @@ def kept(ctx, subject, problem):
 )
 def test_inputs_are_as_they_were(world, subject):
     """q, k, v and dO MUST hold the same bits after forward and backward."""
-    problem = fitting(world, subject, Problem(seq_q=40, head_dim=24))
+    problem = law.fitting(world, subject, Problem(seq_q=40, head_dim=24))
     seen = observe(world, subject, kept, problem)
 
     x = inputs(problem)
     judge.tensors([seen], {"q": x.q, "k": x.k, "v": x.v, "dO": x.do}, quantity="input before")
 
 
-def thrice(ctx, subject, problem):
-    """O and the gradient of x for attention(x, x, x)."""
-    x = inputs(problem).to(ctx.device)
-    out = call(ctx, subject, x.q, x.q, x.q, **arguments(problem))
-    return {"O": out, "dX": torch.autograd.grad(out, (x.q,), x.do)[0]}
+def thrice(x):
+    """One tensor is query, key and value."""
+    return x.but(k=x.q, v=x.q)
 
 
 @clause(
@@ -254,15 +206,13 @@ def thrice(ctx, subject, problem):
 )
 def test_one_tensor_may_be_query_key_and_value(world, subject):
     """attention(x, x, x) MUST give x the sum of the three gradients."""
-    problem = fitting(world, subject, Problem(seq_q=40))
-    seen = observe(world, subject, thrice, problem)
+    problem = law.fitting(world, subject, Problem(seq_q=40))
+    [seen] = law.asked(world, subject, problem, ("O", "dQ"), thrice)
 
-    x = inputs(problem)
-    x.k = x.v = x.q
-    found = dense(problem, x, torch.float64, scale_on_keys=False)
-    total = functools.reduce(torch.add, (found[name] for name in rules.GRADIENTS))
-    wanted = {"O": found["O"].float(), "dX": total.float()}
-    rules.near(seen, wanted, given=f"{problem!r}, q is k is v", tf32=is_tf32(world, subject))
+    found = dense(problem, thrice(inputs(problem)), torch.float64, scale_on_keys=False)
+    total = found["dQ"] + found["dK"] + found["dV"]
+    wanted = {"O": found["O"].float(), "dQ": total.float()}
+    law.near(world, subject, seen, wanted, "q is k is v")
 
 
 def far_apart(ctx, subject, problem, dim):
@@ -271,19 +221,19 @@ def far_apart(ctx, subject, problem, dim):
     None if there is no answer to the latter.
     """
     x = inputs(problem)
-    k = x.k
     try:
-        x.k = _strided(k, dim, 2 * k.stride(dim))
-        near_by = answer(ctx, subject, problem, x)
+        near_by = bodies.answer(
+            ctx, subject, problem, x.but(k=_strided(x.k, dim, 2 * x.k.stride(dim)))
+        )
     except NotImplementedError:
         raise
     except Exception:
         return None
-    x.k = _strided(k, dim, 2**31 // (k.shape[dim] - 1) + 64)
-    return answer(ctx, subject, problem, x), near_by
+    far = _strided(x.k, dim, 2**31 // (x.k.shape[dim] - 1) + 64)
+    return bodies.answer(ctx, subject, problem, x.but(k=far)), near_by
 
 
-def _strided(tensor: torch.Tensor, dim: int, stride: int) -> torch.Tensor:
+def _strided(tensor, dim, stride):
     """A copy with that stride in `dim`."""
     strides = list(tensor.stride())
     strides[dim] = stride
@@ -306,20 +256,17 @@ def test_offsets_may_exceed_two_to_the_31(world, subject, dim):
     long sequence still wraps round, to other values or to a fault of the process.
     """
     # Half the bytes of float32, where it is taken.
-    takes_half = takes_dtype(world, subject, "float16", is_differentiated=True)
-    dtype = "float16" if takes_half else "float32"
+    takes_half = law.takes_dtype(world, subject, "float16", OUTPUT_AND_GRADIENTS)
     # One head or one batch: what joins the two copies nothing, and keeps the stride.
     batch, heads = [(3, 1), (1, 3), (1, 1)][dim]
+    dtype = "float16" if takes_half else "float32"
     problem = Problem(seq_q=20, seq_k=40, batch=batch, heads=heads, dtype=dtype)
-    problem = fitting(world, subject, problem)
-    require_backward(world, subject)
+    problem = law.fitting(world, subject, problem)
+    law.require_backward(world, subject)
     found = observe(world, subject, far_apart, problem, dim)
     if found is None:
         raise unittest.SkipTest(
             "such strides are refused, for which attention.layout.strides fails"
         )
     seen, near_by = found
-
-    rules.near(
-        seen, near_by, given=f"{problem!r}, k far apart in dim {dim}", tf32=is_tf32(world, subject)
-    )
+    law.near(world, subject, seen, near_by, f"k far apart in dim {dim}")

@@ -10,12 +10,12 @@ the tensors around them are seen, and not their tiles.
 
 from __future__ import annotations
 
-import pytest
+from functools import partial
+
 import torch
 
-from spec_tests.chapters.attention import bodies
-from spec_tests.chapters.attention.bodies import ATTENTION, KERNELS, arguments, call, observe
-from spec_tests.chapters.attention.defined import fitting
+from spec_tests.chapters.attention import bodies, law
+from spec_tests.chapters.attention.bodies import ATTENTION, KERNELS, observe
 from spec_tests.chapters.attention.problem import WHOLE_TILES, Problem, inputs
 from spec_tests.programs.laws import footprint
 from spec_tests.rig import judge
@@ -27,57 +27,56 @@ SMALL_CHANGE = 2**16
 MEMORY = "Dao et al. 2022, theorem 1: O(N) memory beyond inputs and output"
 
 
-def _lengths(world, subject):
-    """Queries and keys: several tiles; interpreted kernels take milliseconds for each."""
-    if world.transport == "cuda":
-        return (1024, 2048)
-    return (128, 256) if subject in KERNELS else (256, 512, 1024, 2048)
-
-
-def _measured(world, subject, body, problem, *args):
-    """Return what the body saw, by length, and the problem of the longest as it was chosen."""
-    lengths = _lengths(world, subject)
-    found = observe(world, subject, body, problem, *args, lengths)
+def _measured(world, subject, problem, part):
+    """Return peak bytes and kept bytes by length, and the problem of the longest."""
+    # Several tiles; interpreted kernels take milliseconds for each.
+    lengths = (128, 256) if subject in KERNELS else (256, 512, 1024, 2048)
+    lengths = (1024, 2048) if world.transport == "cuda" else lengths
+    found = observe(world, subject, by_length, problem, part, lengths)
     problem = problem.but(seq_q=max(found))
-    given = f"{problem!r}, of the lengths {lengths} the longest for {bodies.CPU_SECONDS:g} CPU s"
-    judge.SITUATION.get().given = given
-    return found, problem, given
+    judge.SITUATION.get().given = (
+        f"{problem!r}, of the lengths {lengths} the longest for {bodies.CPU_SECONDS:g} CPU s"
+    )
+    return found, problem
 
 
-def peaks(ctx, subject, problem, part, lengths):
-    """By length, peak bytes of a forward, or of that and the backward, after one that warmed up."""
+def by_length(ctx, subject, problem, part, lengths):
+    """Bytes at the peak and kept, of a forward or a whole step, after one that warmed up.
 
-    def peak(length):
+    Peaks after a short one; what is kept as "memory" after one of the same length.
+    """
+
+    def measured(length):
         x = inputs(problem.but(seq_q=length)).to(ctx.device)
 
         def step(stop=None):
-            q, k, v, do = (t[:, :, :stop] for t in (x.q, x.k, x.v, x.do))
-            out = call(ctx, subject, q, k, v, **arguments(problem))
-            return out if part == "forward" else torch.autograd.grad(out, (x.q, x.k, x.v), do)
+            now = x.but(**{name: t[:, :, :stop] for name, t in vars(x).items()})
+            out = bodies.forward(ctx, subject, problem, now)
+            return torch.autograd.grad(out, (x.q, x.k, x.v), now.do) if part == "step" else out
 
-        step(WHOLE_TILES)
-        return bodies.peak_bytes(ctx, step)[0]
+        step(None if part == "memory" else WHOLE_TILES)
+        return footprint.peak_bytes(ctx.device, step)
 
-    return bodies.while_cheap(lengths, peak)
+    return bodies.while_cheap(lengths, measured)
 
 
 def _is_linear(world, subject, problem, part):
-    found, problem, given = _measured(world, subject, peaks, problem, part)
-    once, twice = [*found.values()][-2:]
+    __tracebackhide__ = True
+    found, problem = _measured(world, subject, problem, part)
+    once, twice = [peak for peak, _ in found.values()][-2:]
     footprint.at_most(
         [twice],
         {"2.5 times that of half the length": int(2.5 * once), "small change": SMALL_CHANGE},
         quantity=f"a peak at {problem.seq_q} keys",
         likely=f"scores, or a mask of their shape, are materialised somewhere in the {part}",
-        given=given,
     )
 
 
 @clause("attention.memory.forward-is-linear", source="contract: forward-linear; " + MEMORY)
-@pytest.mark.parametrize("mask", ["full", "causal"])
-def test_a_forward_over_twice_the_length_takes_twice_the_memory(world, subject, mask):
+@law.problems(law.varied(Problem(heads=1), causal=law.BOTH))
+def test_a_forward_over_twice_the_length_takes_twice_the_memory(world, subject, problem):
     """A forward over twice the length MUST NOT take more than 2.5 times the peak memory."""
-    _is_linear(world, subject, Problem(heads=1, causal=mask == "causal"), "forward")
+    _is_linear(world, subject, problem, "forward")
 
 
 @clause(
@@ -85,40 +84,25 @@ def test_a_forward_over_twice_the_length_takes_twice_the_memory(world, subject, 
     level="production",
     source="contract: backward-linear; " + MEMORY,
 )
-@pytest.mark.parametrize("mask", ["full", "causal"])
-def test_twice_the_length_takes_twice_the_memory(world, subject, mask):
+@law.problems(law.varied(Problem(heads=1), causal=law.BOTH))
+def test_twice_the_length_takes_twice_the_memory(world, subject, problem):
     """Twice the length MUST NOT take more than 2.5 times the peak memory of a step.
 
     Scores take four times as much; what is linear twice, beside tiles of a fixed size. Below the
-    small change an allocator's habits count for more than what is asked of it.
+    small change an allocator's habits count for more than what is law.asked of it.
     """
-    _is_linear(world, subject, Problem(heads=1, causal=mask == "causal"), "step")
-
-
-def kept_bytes(ctx, subject, problem, lengths):
-    """By length, bytes that a forward leaves: output and what it keeps for the backward."""
-
-    def kept(length):
-        x = inputs(problem.but(seq_q=length)).to(ctx.device)
-
-        def forward():
-            return call(ctx, subject, x.q, x.k, x.v, **arguments(problem))
-
-        forward()
-        return bodies.peak_bytes(ctx, forward)[1]
-
-    return bodies.while_cheap(lengths, kept)
+    _is_linear(world, subject, problem, "step")
 
 
 @clause("attention.memory.keeps-no-scores", source="contract: keeps-no-scores; " + MEMORY)
 def test_the_forward_keeps_rows_and_no_matrix(world, subject):
     """A forward MUST leave no more than copies of q, k, v and O, and a few numbers per row."""
-    found, problem, given = _measured(world, subject, kept_bytes, Problem(heads=1))
+    found, problem = _measured(world, subject, Problem(heads=1), "memory")
 
     x = inputs(problem)
     rows = problem.batch * problem.heads * problem.seq_q
     footprint.at_most(
-        [found[problem.seq_q]],
+        [found[problem.seq_q][1]],
         {
             "output": x.q.nbytes,
             "copies of q, k, v and output": x.q.nbytes + x.k.nbytes + x.v.nbytes + x.q.nbytes,
@@ -127,22 +111,13 @@ def test_the_forward_keeps_rows_and_no_matrix(world, subject):
         },
         quantity="what a forward leaves",
         likely="the probabilities are kept for the backward",
-        given=given,
     )
 
 
-def poisoned(ctx, subject, problem, first):
-    """O and L of the rows that end 256 keys before `first`, from where keys are NaN, and zero."""
-    rows = first - (problem.num_keys - problem.seq_q) - 256
-    found = []
-    for garbage in (float("nan"), 0.0):
-        x = inputs(problem)
-        x.k[:, :, first:], x.v[:, :, first:] = garbage, garbage
-        x = x.to(ctx.device)
-        with torch.no_grad():
-            out, lse = call(ctx, subject, x.q, x.k, x.v, causal=True, return_lse=True)
-        found.append({"O": out[:, :, :rows], "L": lse[:, :, :rows]})
-    return found
+def ending_in(x, value):
+    """The last ten keys and values are `value`."""
+    x.k[:, :, -10:], x.v[:, :, -10:] = value, value
+    return x
 
 
 @clause(
@@ -155,9 +130,14 @@ def test_tiles_that_nobody_sees_are_not_computed(world, subject):
     """Keys 256 or more beyond a row's last visible one MUST NOT be read: NaN has no effect.
 
     A mask after the product hides a finite number; zero times NaN is NaN. Tiles on the diagonal may
-    mix, so nothing is asked of the 256 rows before.
+    mix, so nothing is law.asked of the 256 rows before.
     """
-    problem = fitting(world, subject, Problem(seq_q=400, heads=1, causal=True))
-    seen, clean = observe(world, subject, poisoned, problem, problem.seq_q - 10)
+    problem = law.fitting(world, subject, Problem(seq_q=400, heads=1, causal=True))
+    changes = [partial(ending_in, value=value) for value in (torch.nan, 0.0)]
+    rows = problem.seq_q - 10 - 256
+    seen, clean = (
+        {name: t[:, :, :rows] for name, t in answer.items()}
+        for answer in law.asked(world, subject, problem, ("O", "L"), *changes)
+    )
 
-    judge.tensors([seen], clean, quantity="value without NaN in hidden keys", given=repr(problem))
+    judge.tensors([seen], clean, quantity="value without NaN in hidden keys")

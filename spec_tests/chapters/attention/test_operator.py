@@ -14,18 +14,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from spec_tests.chapters.attention import interpreter, rules
-from spec_tests.chapters.attention.bodies import (
-    ATTENTION,
-    KERNELS,
-    arguments,
-    call,
-    observe,
-    refusal_of,
-)
-from spec_tests.chapters.attention.defined import GRADIENTS, OUTPUT_AND_GRADIENTS, is_tf32
-from spec_tests.chapters.attention.problem import Problem, inputs
-from spec_tests.chapters.attention.test_layout import LAYOUTS
+from spec_tests.chapters.attention import bodies, interpreter, law, rules
+from spec_tests.chapters.attention.bodies import ATTENTION, KERNELS, observe
+from spec_tests.chapters.attention.problem import OUTPUT_AND_GRADIENTS, Problem, inputs
+from spec_tests.chapters.attention.test_layout import laid_out
 from spec_tests.rig import judge
 from spec_tests.rig.clause import clauses
 from spec_tests.rig.ranks.errors import NOT_HERE
@@ -43,16 +35,15 @@ def compiled(ctx, subject, problem):
 
     if subject in KERNELS and ctx.device.type == "cpu":
         interpreter.mend()
-    attention, options = inspect.unwrap(getattr(ctx.impl, subject)), arguments(problem)
+    attention = inspect.unwrap(getattr(ctx.impl, subject))
+    options = bodies.arguments(problem)
 
     def between(q, k, v):
         return 2.0 * attention(q + 1.0, k, v, **options)
 
     def answer(function):
         x = inputs(problem).to(ctx.device)
-        out = function(x.q, x.k, x.v)
-        found = torch.autograd.grad(out, (x.q, x.k, x.v), x.do)
-        return {"O": out, **dict(zip(GRADIENTS, found, strict=True))}
+        return bodies.differentiated(function(x.q, x.k, x.v), x)
 
     eager = answer(between)
     try:
@@ -75,9 +66,8 @@ def test_it_is_part_of_one_compiled_graph(world, subject):
         not isinstance(seen, str),
         f"expected one graph around attention, got {seen!s:.300}",
         likely="Python looks at values, or a kernel is launched that is no operator",
-        given=repr(GROUPED),
     )
-    rules.near(seen, eager, given=f"{GROUPED!r}, compiled", tf32=is_tf32(world, subject))
+    law.near(world, subject, seen, eager, "compiled")
 
 
 class _Foreign(TorchDispatchMode):
@@ -97,22 +87,14 @@ def checked(ctx, subject, problem, layout):
     """By operator and check, what `torch.library.opcheck` found; "SUCCESS" where all is well."""
     from torch.library import opcheck
 
-    x = inputs(problem)
-    laid_out = LAYOUTS[layout]([x.q, x.k, x.v, x.do]) if layout in LAYOUTS else vars(x).values()
-    q, k, v, do = [t.to(ctx.device) for t in laid_out][:4]
-    leaves = [t.requires_grad_() for t in (q, k, v)]
+    x = inputs(problem) if layout == "no-batch" else laid_out(inputs(problem), layout)
     with _Foreign() as foreign:
-        torch.autograd.grad(call(ctx, subject, *leaves, **arguments(problem)), leaves, do)
+        bodies.answer(ctx, subject, problem, x, OUTPUT_AND_GRADIENTS)
     found: dict[str, str] = {}
     for operator, (args, kwargs) in foreign.calls.items():
         detached = tuple(t.detach() if isinstance(t, torch.Tensor) else t for t in args)
-        results = opcheck(
-            operator,
-            detached,
-            kwargs,
-            test_utils=("test_schema", "test_faketensor"),
-            raise_exception=False,
-        )
+        checks = ("test_schema", "test_faketensor")
+        results = opcheck(operator, detached, kwargs, test_utils=checks, raise_exception=False)
         found |= {f"{operator} {check}": str(result) for check, result in results.items()}
     return found
 
@@ -148,7 +130,7 @@ def counted(ctx, subject, problem):
 
     x = inputs(problem).to(ctx.device)
     with FlopCounterMode(display=False) as forward:
-        out = call(ctx, subject, x.q, x.k, x.v, **arguments(problem))
+        out = bodies.forward(ctx, subject, problem, x)
     with FlopCounterMode(display=False) as backward:
         torch.autograd.grad(out, (x.q, x.k, x.v), x.do)
     return forward.get_total_flops(), backward.get_total_flops()
@@ -158,14 +140,13 @@ def counted(ctx, subject, problem):
     "attention.operator.is-counted",
     source="FlopCounterMode has no formula for a new operator: zero; xformers, test_flop_formula",
 )
-@pytest.mark.parametrize("mask", ["full", "causal"])
-def test_its_operations_are_counted(world, subject, mask):
+@law.problems(law.varied(Problem(seq_q=48, seq_k=64, heads=4, kv_heads=2), causal=law.BOTH))
+def test_its_operations_are_counted(world, subject, problem):
     """FlopCounterMode MUST count two products forward, and four to seven backward.
 
     2 B H Q K D each; with a causal mask from the average of keys that a query sees, which is how
     the papers count, to all of them. A utilisation of 30 % for want of a formula misleads for good.
     """
-    problem = Problem(seq_q=48, seq_k=64, heads=4, kv_heads=2, causal=mask == "causal")
     forward, backward = observe(world, subject, counted, problem)
 
     one = 2 * problem.heads * problem.head_dim * problem.seq_q * problem.num_keys
@@ -176,7 +157,6 @@ def test_its_operations_are_counted(world, subject, mask):
             f"{name}: expected {share * fewest * one:.0f} to {most * one} operations, counted "
             f"{seen}",
             likely="an operator without a formula counts as nothing",
-            given=repr(problem),
         )
 
 
@@ -185,18 +165,15 @@ def under_autocast(ctx, subject, problem, inside):
 
     q is float32, and so are k and v unless `inside` is mixed; its values are those of the dtype.
     """
-    narrow = inputs(problem).to(ctx.device)
-    q, k, v = (t.detach().float() for t in (narrow.q, narrow.k, narrow.v))
-    if inside == "mixed":
-        k, v = k.to(problem.torch_dtype), v.to(problem.torch_dtype)
-    leaves = [t.requires_grad_() for t in (q, k, v)]
+    narrow = inputs(problem)
+    x = narrow.each(torch.Tensor.float)
+    x = (x.but(k=narrow.k, v=narrow.v) if inside == "mixed" else x).to(ctx.device)
     with torch.autocast(ctx.device.type, dtype=problem.torch_dtype):
         try:
-            out = call(ctx, subject, *leaves, **arguments(problem))
+            out = bodies.forward(ctx, subject, problem, x)
         except (ValueError, TypeError, NotImplementedError) as error:
-            return refusal_of(ctx, subject, error)
-    found = torch.autograd.grad(out, leaves, narrow.do.to(out.dtype))
-    answer = {"O": out, **dict(zip(GRADIENTS, found, strict=True))}
+            return bodies.refusal_of(ctx, subject, error)
+    answer = bodies.differentiated(out, x)
     return {name: t.to(problem.torch_dtype) for name, t in answer.items()}, str(out.dtype)
 
 

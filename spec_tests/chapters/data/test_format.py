@@ -83,22 +83,14 @@ def overwritten(ctx, layout):
         whole = whole_pass(ctx, paths, layout)
         loader = open_loader(ctx, paths, layout)
         first, kept = [], []
-        for inputs, targets in itertools.islice(loader, layout.limit):
-            first.append((inputs.tolist(), targets.tolist()))
-            for tensor in (inputs, targets):
-                tensor.fill_(7)
-            kept.append((inputs, targets))
-        inputs, targets = kept[0]
-        inputs.fill_(9)
-        shared = [i for i, pair in enumerate(kept) if i and any((t == 9).any() for t in pair)]
+        for batch in itertools.islice(loader, layout.limit):
+            first += take([batch], 1)
+            kept += [tensor.fill_(7) for tensor in batch]
+        kept[0].fill_(9)
+        shared = [number // 2 for number, t in enumerate(kept) if number and (t == 9).any()]
         second = take(loader, layout.limit)
-        return {
-            "whole": whole,
-            "first": first,
-            "second": second,
-            "shared": shared + [0] * bool((targets == 9).any()),
-            "files": [path.read_bytes() == data for path, data in zip(paths, before, strict=True)],
-        }
+        after = [path.read_bytes() for path in paths]
+        return [whole], [first], [second], shared, before == after
 
 
 @clause(
@@ -111,29 +103,13 @@ def test_writing_into_a_batch_changes_nothing_else(world, subject):
     Masking targets in place is ordinary; with views of a map or of one reused buffer it spoils the
     data for everybody.
     """
-    ranks = world.run(overwritten, SMALL)
+    [(whole, first, second, shared, is_kept)] = world.run(overwritten, SMALL)
 
-    wanted = [ranks[0]["whole"]]
-    stream.goes_on(
-        [ranks[0]["first"]],
-        wanted,
-        limit=SMALL.limit,
-        given="each batch overwritten after it was read",
-    )
-    judge.equal(
-        [rank["shared"] for rank in ranks],
-        [],
-        quantity="batches that changed with the first one's inputs",
-    )
-    stream.goes_on(
-        [ranks[0]["second"]],
-        wanted,
-        limit=SMALL.limit,
-        given="second pass, after the first pass's batches were overwritten",
-    )
-    judge.equal(
-        [rank["files"] for rank in ranks], [True] * len(SMALL.lengths), quantity="files unchanged"
-    )
+    given = "each batch overwritten after it was read"
+    stream.goes_on(first, whole, limit=SMALL.limit, given=given)
+    judge.equal([shared], [], quantity="batches that changed with the first one's inputs")
+    stream.goes_on(second, whole, limit=SMALL.limit, given=f"{given}, the pass after that")
+    judge.equal([is_kept], True, quantity="files unchanged")
 
 
 def files_after(ctx, layout):

@@ -26,6 +26,7 @@ clause = clauses(judges=LOADER, level="correct", worlds=(1,))
 
 TIMEOUT_S = 10.0  # none of this reads more than a header
 LENGTH = 40
+SIZE = shards.HEADER_BYTES + 2 * LENGTH
 
 # Name to what is passed in place of the right arguments.
 BAD_ARGUMENTS = {
@@ -42,29 +43,20 @@ BAD_ARGUMENTS = {
 
 
 def opened(ctx, paths, **changed):
-    """How making a loader ends: None, or the kinds and the text of the error."""
+    """Make a loader."""
     arguments = {"batch_size": 2, "sequence_length": 4, "rank": 0, "world_size": 1, **changed}
-    with refusal.caught() as error:
-        ctx.impl.token_loader(paths, **arguments)
-    return error if error["kinds"] else None
+    ctx.impl.token_loader(paths, **arguments)
+
+
+def ending(world, body, *args, **kwargs):
+    """What making a loader raises on each rank."""
+    return world.run(refusal.raised, body, *args, timeout_s=TIMEOUT_S, **kwargs)
 
 
 def with_arguments(ctx, changed):
-    """How making a loader with these arguments ends."""
+    """Make a loader with these arguments."""
     with files_of(ctx, (LENGTH, LENGTH)) as paths:
-        return opened(ctx, paths, **changed)
-
-
-def refused(ranks, given, *, kinds=("ValueError",)):
-    """Every rank has refused with an error of one of these kinds."""
-    __tracebackhide__ = True
-    for rank, error in enumerate(ranks):
-        found = "none" if error is None else f"{error['kinds'][0]}: {error['text']}"
-        judge.holds(
-            error is not None and any(kind in error["kinds"] for kind in kinds),
-            f"rank {rank}: expected a ValueError when the loader is made, got {found}",
-            given=given,
-        )
+        opened(ctx, paths, **changed)
 
 
 @clause(
@@ -74,24 +66,18 @@ def refused(ranks, given, *, kinds=("ValueError",)):
 @pytest.mark.parametrize("argument", BAD_ARGUMENTS)
 def test_bad_arguments_are_refused_at_construction(world, subject, argument):
     """Sizes that are not positive and ranks outside the world MUST be a ValueError at once."""
-    ranks = world.run(with_arguments, BAD_ARGUMENTS[argument], timeout_s=TIMEOUT_S)
-
-    refused(ranks, str(BAD_ARGUMENTS[argument]))
-
-
-def without_files(ctx):
-    """How making a loader without any file ends."""
-    return opened(ctx, [])
+    changed = BAD_ARGUMENTS[argument]
+    refusal.of_kinds(ending(world, with_arguments, changed), "ValueError", given=str(changed))
 
 
 @clause("data.refusal.no-files", source="contract: no-files; a glob that matches nothing")
 def test_an_empty_list_of_files_is_refused(world, subject):
     """An empty list of files MUST be a ValueError: a glob that matches nothing is no data set."""
-    refused(world.run(without_files, timeout_s=TIMEOUT_S), "no files")
+    refusal.of_kinds(ending(world, opened, []), "ValueError", given="no files")
 
 
 def in_environment(ctx, variables, *, is_early=False):
-    """How making a loader without rank and world_size ends under these variables alone.
+    """Make a loader without rank and world_size, under these variables alone.
 
     Args:
         is_early: there is no process group yet.
@@ -101,7 +87,7 @@ def in_environment(ctx, variables, *, is_early=False):
     os.environ.update(variables)
     early = mock.patch.object(dist, "is_initialized", return_value=False)
     with files_of(ctx, (LENGTH,)) as paths, early if is_early else contextlib.nullcontext():
-        return opened(ctx, paths, rank=None, world_size=None)
+        opened(ctx, paths, rank=None, world_size=None)
 
 
 @clause(
@@ -116,26 +102,24 @@ def test_rank_without_world_size_is_refused(world, subject, variables, is_early)
     With a default for the missing one, every process reads the same tokens, or one that does not
     exist reads none. Loaders are often made before the process group is.
     """
-    value = {"RANK": "0", "WORLD_SIZE": "1"}[variables]
-    ranks = world.run(in_environment, {variables: value}, is_early=is_early, timeout_s=TIMEOUT_S)
-
-    refused(ranks, f"{variables}={value} alone in the environment")
+    alone = {variables: {"RANK": "0", "WORLD_SIZE": "1"}[variables]}
+    ranks = ending(world, in_environment, alone, is_early=is_early)
+    refusal.of_kinds(ranks, "ValueError", given=f"{alone} alone in the environment")
 
 
 @clause("data.refusal.neither-is-one-rank", source="contract: one-rank")
 def test_without_both_variables_there_is_one_rank(world, subject):
     """With neither RANK nor WORLD_SIZE set, a loader MUST be made: a baseline is one process."""
-    ranks = world.run(in_environment, {}, timeout_s=TIMEOUT_S)
-
-    judge.equal(ranks, None, quantity="error", given="neither RANK nor WORLD_SIZE set")
+    errors = [rank["error"] for rank in ending(world, in_environment, {})]
+    judge.equal(errors, "", quantity="error", given="neither RANK nor WORLD_SIZE set")
 
 
 def with_damage(ctx, damage, *, first):
-    """How making a loader over a right file and a damaged one ends."""
+    """Make a loader over a right file and a damaged one."""
     with folder_of(ctx) as folder:
         good = shards.write_numbered(folder, (LENGTH,))
         bad = shards.write_damaged(folder / "the_damaged_one.bin", damage, LENGTH)
-        return opened(ctx, [bad, *good] if first else [*good, bad])
+        opened(ctx, [bad, *good] if first else [*good, bad])
 
 
 @clause(
@@ -149,51 +133,51 @@ def test_a_bad_file_is_refused_at_construction(world, subject, damage):
     The damaged file is the second of two: who opens files as they come finds it in hour three, and
     on one rank first.
     """
-    refused(world.run(with_damage, damage, first=False, timeout_s=TIMEOUT_S), f"damage {damage!r}")
+    ranks = ending(world, with_damage, damage, first=False)
+    refusal.of_kinds(ranks, "ValueError", given=f"damage {damage!r}")
 
 
 @clause("data.refusal.no-file-there", source="contract: absent-files")
 @pytest.mark.parametrize("damage", shards.NO_FILES)
 def test_a_path_without_a_file_is_refused_at_construction(world, subject, damage):
     """A missing file or a directory MUST be an error at construction: ValueError, or OSError."""
-    ranks = world.run(with_damage, damage, first=False, timeout_s=TIMEOUT_S)
-
-    refused(ranks, f"a path that is {damage}", kinds=("ValueError", "OSError"))
+    ranks = ending(world, with_damage, damage, first=False)
+    refusal.of_kinds(ranks, "ValueError", "OSError", given=f"a path that is {damage}")
 
 
 def with_length(ctx, size):
-    """How making a loader over a shard cut or extended to `size` bytes ends."""
+    """Make a loader over a shard cut or extended to `size` bytes."""
     with folder_of(ctx) as folder:
         data = shards.shard_bytes(shards.numbered(0, LENGTH))
         path = folder / "cut.bin"
         path.write_bytes((data + bytes(64))[:size])
-        return opened(ctx, [path])
+        opened(ctx, [path])
 
 
 @clause("data.refusal.any-other-size", source="contract: bad-files")
-@given(size=st.integers(0, shards.HEADER_BYTES + 2 * LENGTH + 64))
-@example(size=shards.HEADER_BYTES + 2 * LENGTH - 1)
-@example(size=shards.HEADER_BYTES + 2 * LENGTH)
-@example(size=shards.HEADER_BYTES + 2 * LENGTH + 1)
+@given(size=st.integers(0, SIZE + 64))
+@example(size=SIZE - 1)
+@example(size=SIZE)
+@example(size=SIZE + 1)
 def test_a_file_of_any_other_size_is_refused(world, subject, size):
     """A file of any size but the one that its header claims MUST be a ValueError."""
-    ranks = world.run(with_length, size, timeout_s=TIMEOUT_S)
+    ranks = ending(world, with_length, size)
 
-    if size == shards.HEADER_BYTES + 2 * LENGTH:
-        judge.equal(ranks, None, quantity="error", given="a right file")
+    if size == SIZE:
+        judge.equal([rank["error"] for rank in ranks], "", quantity="error", given="a right file")
     else:
-        refused(ranks, f"a shard of {LENGTH} tokens, cut or extended to {size} bytes")
+        given = f"a shard of {LENGTH} tokens, cut or extended to {size} bytes"
+        refusal.of_kinds(ranks, "ValueError", given=given)
 
 
 @clause("data.refusal.names-the-file", level="production", source="one bad file of 103: which?")
 @pytest.mark.parametrize("damage", ["foreign-magic", "half", "empty", "one-byte-long", "missing"])
 def test_the_message_names_the_file(world, subject, damage):
     """The message about a bad file MUST name it: there are a hundred of them."""
-    ranks = world.run(with_damage, damage, first=True, timeout_s=TIMEOUT_S)
+    [error] = ending(world, with_damage, damage, first=True)
 
-    for error in ranks:
-        text = "no error" if error is None else error["text"]
-        judge.holds("the_damaged_one.bin" in text, f"expected the file's name in {text!r}")
+    text = error["text"] or "no error"
+    judge.holds("the_damaged_one.bin" in text, f"expected the file's name in {text!r}")
 
 
 @clause(
@@ -204,13 +188,9 @@ def test_the_message_names_the_file(world, subject, damage):
 @pytest.mark.parametrize("damage", ["foreign-magic", "later-version", "one-token-short"])
 def test_the_message_says_what_was_found(world, subject, damage):
     """The message about a bad file SHOULD hold the number that was found."""
-    ranks = world.run(with_damage, damage, first=True, timeout_s=TIMEOUT_S)
+    [error] = ending(world, with_damage, damage, first=True)
 
-    size = shards.HEADER_BYTES + 2 * LENGTH - 2
-    found = {"foreign-magic": 20240801, "later-version": 2, "one-token-short": size}[damage]
-    for error in ranks:
-        text = "no error" if error is None else error["text"]
-        near = {found, LENGTH - 1} if damage == "one-token-short" else {found}
-        # As a word: digits of a folder's name are no finding.
-        said = any(re.search(rf"\b{number}\b", text) for number in near)
-        judge.holds(said, f"expected {found} in {text!r}")
+    found = {"foreign-magic": {20240801}, "later-version": {2}, "one-token-short": {SIZE - 2, 39}}
+    # As a word: digits of a folder's name are no finding.
+    said = any(re.search(rf"\b{number}\b", error["text"]) for number in found[damage])
+    judge.holds(said, f"expected one of {found[damage]} in {error['text'] or 'no error'!r}")

@@ -32,6 +32,7 @@ from spec_tests.rig.clause import clauses
 clause = clauses(judges=LOADER, level="correct", worlds=(1,))
 
 HERE = Layout((61, 4, 50, 37), sequence_length=4, batch_size=2, world_size=2)
+SMALL = Layout((61, 50), sequence_length=4, batch_size=2)
 
 
 @contextlib.contextmanager
@@ -46,44 +47,84 @@ def files_for_state(ctx, layout):
         yield paths
 
 
-def resumed(ctx, layout, taken, after=None, *, ended=False):
-    """Per rank: batches up to a stop, then two passes of new loaders that were given the state.
+def played(ctx, script, layout, after=None):
+    """What a script of loaders reads: "take 3, state | load, take all".
 
-    `begun` and `whole` are uninterrupted passes of the layout before and of the one after.
+    A bar begins new loaders, one per rank, from then on of the layout `after`. `take` reads from
+    a new `iter`, `more` from the last one. `state` keeps a state, `look` asks for one and drops it.
+    `load` hands over the state that was kept last, of this loader or before the bar.
 
-    Args:
-        taken: batches read before the stop.
-        after: the layout of the loaders that go on; the same if left out.
-        ended: read until the pass says that it is over.
+    Returns:
+        Uninterrupted passes of both layouts by rank, what was read first, and after the last bar.
     """
     after = after or layout
-    before, states, rest, anew = [], [], [], []
+    phases = [phase.split(", ") for phase in script.split(" | ")]
     with files_for_state(ctx, layout) as paths:
-        begun = [whole_pass(ctx, paths, layout, rank) for rank in range(layout.world_size)]
-        whole = [whole_pass(ctx, paths, after, rank) for rank in range(after.world_size)]
-        for rank in range(layout.world_size):
-            loader = open_loader(ctx, paths, layout, rank)
-            batches = iter(loader)  # alive while the state is taken, as in a training loop
-            before.append(take(batches, layout.limit if ended else taken))
-            states.append(loader.state_dict())
-        for rank in range(after.world_size):
-            loader = open_loader(ctx, paths, after, rank)
-            loader.load_state_dict(states[rank % layout.world_size])
-            rest.append(take(loader, after.limit))
-            anew.append(take(loader, after.limit))
-    return {"begun": begun, "whole": whole, "before": before, "rest": rest, "anew": anew}
+        begun, whole = (
+            [whole_pass(ctx, paths, cut, rank) for rank in range(cut.world_size)]
+            for cut in (layout, after)
+        )
+        read, states = [], [None]
+        for number, phase in enumerate(phases):
+            cut = after if number else layout
+            loaders = [open_loader(ctx, paths, cut, rank) for rank in range(cut.world_size)]
+            ends = [
+                _played(loader, phase, states[rank % len(states)], cut.limit)
+                for rank, loader in enumerate(loaders)
+            ]
+            states = [state for _, state in ends]
+            read.append([takes for takes, _ in ends])
+    before = [takes[0] for takes in read[0]]
+    return {"begun": begun, "whole": whole, "before": before, "read": read[-1]}
 
 
-def goes_on(found, layout, taken, after=None):
-    """Before the stop and after it every rank reads what its whole pass holds, then starts anew."""
+def _played(loader, phase, state, limit):
+    takes, batches = [], iter(())
+    for word, _, number in (each.partition(" ") for each in phase):
+        if word == "take":
+            del batches  # one at a time; the last is alive while a state is taken, as in training
+            batches = iter(loader)
+        if word in ("take", "more"):
+            takes.append(take(batches, limit if number == "all" else int(number)))
+        elif word == "load":
+            loader.load_state_dict(state)
+        else:
+            found = loader.state_dict()
+            state = found if word == "state" else state
+    return takes, state
+
+
+def goes_on(world, script, *starts, layout=SMALL, after=None):
+    """After the last bar each take must hold a rank's own whole pass, from these batches on.
+
+    Args:
+        starts: one per take; None is not judged.
+    """
     __tracebackhide__ = True
-    after = after or layout
-    begun, whole, limit = found["begun"], found["whole"], after.limit
-    told = f"{layout}, stopped after {taken} batches"
-    told += f", gone on with {after}" if after != layout else ""
-    stream.same(found["before"], [batches[:taken] for batches in begun], given=told)
-    stream.goes_on(found["rest"], whole, taken, limit=limit, given=f"{told}; batches since")
-    stream.goes_on(found["anew"], whole, limit=limit, given=f"{told}; the pass after that")
+    [found] = world.run(played, script, layout, after)
+    told = f"{layout}, {script}" + (f", gone on with {after}" if after else "")
+    first, last = script.split(" | ")[0], script.split(" | ")[-1]
+    begun = [batches[: _counts(first)[0]] for batches in found["begun"]]
+    stream.same(found["before"], begun, given=told)
+    for number, (start, count) in enumerate(zip(starts, _counts(last), strict=True)):
+        if start is not None:
+            wholes = [batches[: count and start + count] for batches in found["whole"]]
+            seen = [takes[number] for takes in found["read"]]
+            given, limit = f"{told}; take {number + 1} of these", (after or layout).limit
+            stream.goes_on(seen, wholes, start, limit=limit, given=given)
+
+
+def _counts(phase):
+    """How many batches each take of a phase reads; None for all."""
+    takes = [each[5:] for each in phase.split(", ") if each.startswith("take ")]
+    return [None if count == "all" else int(count) for count in takes]
+
+
+def resumes(world, layout, taken, after=None):
+    """A pass that was stopped goes on with the next batch, and the pass after it is whole."""
+    __tracebackhide__ = True
+    script = f"take {taken}, state | load, take all, take all"
+    goes_on(world, script, taken, 0, layout=layout, after=after)
 
 
 @clause(
@@ -93,10 +134,7 @@ def goes_on(found, layout, taken, after=None):
 @given(taken=st.integers(0, 8), size=st.integers(1, 3))
 def test_a_stopped_pass_goes_on_with_the_next_batch(world, subject, taken, size):
     """A new loader given the state MUST go on with the next batch: none lost, none read again."""
-    layout = Layout(HERE.lengths, 4, 1, size)
-    ranks = world.run(resumed, layout, taken)
-
-    goes_on(ranks[0], layout, taken)
+    resumes(world, Layout(HERE.lengths, 4, 1, size), taken)
 
 
 @clause(
@@ -107,13 +145,8 @@ def test_a_stopped_pass_goes_on_with_the_next_batch(world, subject, taken, size)
 @given(layout=layouts(), share=st.integers(0, 100))
 def test_any_layout_can_be_stopped_anywhere(world, subject, layout, share):
     """Whatever the shards, T, B and W, a pass stopped anywhere MUST go on exactly there."""
-    number = len(layout.expected()[0])
-    if number == 0:
-        return
-    taken = number * share // 100
-    ranks = world.run(resumed, layout, taken)
-
-    goes_on(ranks[0], layout, taken)
+    if number := len(layout.expected()[0]):
+        resumes(world, layout, number * share // 100)
 
 
 @clause(
@@ -130,49 +163,27 @@ def test_a_run_goes_on_at_another_world_size(world, subject, cut, taken, size):
     """
     world_size, batch_size = map(int, cut.split("x"))
     before = Layout(HERE.lengths, 4, batch_size, world_size)
-    after = Layout(HERE.lengths, 4, 4 // size, size)
-    ranks = world.run(resumed, before, taken, after)
-
-    goes_on(ranks[0], before, taken, after)
+    resumes(world, before, taken, after=Layout(HERE.lengths, 4, 4 // size, size))
 
 
 @clause(
     "data.state.counts-what-was-yielded",
     source="contract: state-counts; StatefulDataLoader's snapshots are made for this",
 )
-@pytest.mark.parametrize("taken", ["none", "one"])
+@pytest.mark.parametrize("taken", [0, 1], ids=["none", "one"])
 def test_what_was_only_prefetched_is_not_counted(world, subject, taken):
     """The state MUST count batches that were yielded: neither `iter` nor a prefetch moves it."""
-    number = {"none": 0, "one": 1}[taken]
-    ranks = world.run(resumed, HERE, number)
-
-    goes_on(ranks[0], HERE, number)
+    resumes(world, HERE, taken)
 
 
 @clause("data.state.at-the-end", source="contract: state-at-end; accelerate issue 2016")
 @pytest.mark.parametrize("how", ["last-batch-read", "pass-ended"])
 def test_a_state_from_the_end_has_nothing_left(world, subject, how):
     """From a state taken at the end the next pass MUST be empty, and the one after it whole."""
-    number = len(world.run(resumed, HERE, 0)[0]["begun"][0])
+    number = len(world.run(played, "take all", HERE)[0]["begun"][0])
     if number < HERE.limit:  # a pass without an end has no state there
-        found = world.run(resumed, HERE, number, ended=how == "pass-ended")
-        goes_on(found[0], HERE, number)
-
-
-def twice_resumed(ctx, layout, first, second):
-    """A whole pass, and what is left after stopping, going on, and stopping again."""
-    with files_for_state(ctx, layout) as paths:
-        whole = whole_pass(ctx, paths, layout)
-        loader = open_loader(ctx, paths, layout)
-        take(iter(loader), first)
-        state = loader.state_dict()
-        loader = open_loader(ctx, paths, layout)
-        loader.load_state_dict(state)
-        take(iter(loader), second)
-        state = loader.state_dict()
-        loader = open_loader(ctx, paths, layout)
-        loader.load_state_dict(state)
-        return whole, take(loader, layout.limit)
+        taken = "all" if how == "pass-ended" else number
+        goes_on(world, f"take {taken}, state | load, take all, take all", number, 0, layout=HERE)
 
 
 @clause(
@@ -183,34 +194,8 @@ def twice_resumed(ctx, layout, first, second):
 @given(first=st.integers(0, 5), second=st.integers(0, 5))
 def test_a_resumed_pass_can_be_stopped_again(world, subject, first, second):
     """The state of a resumed pass MUST count from the start of the data, not from the stop."""
-    layout = Layout((61, 50), sequence_length=4, batch_size=2)
-    whole, rest = world.run(twice_resumed, layout, first, second)[0]
-
-    given = f"{layout}, stopped after {first} batches and again after {second}"
-    stream.goes_on([rest], [whole], first + second, limit=layout.limit, given=given)
-
-
-def kept_state(ctx, layout):
-    """What is left after a state that was taken early and used late, by way of JSON if possible."""
-    with files_for_state(ctx, layout) as paths:
-        whole = whole_pass(ctx, paths, layout)
-        loader = open_loader(ctx, paths, layout)
-        batches = iter(loader)
-        take(batches, 2)
-        state = loader.state_dict()
-        take(batches, layout.limit)
-        loader.state_dict()
-        found = {"whole": whole, "json": None, "bytes": 0}
-        with contextlib.suppress(TypeError, ValueError):
-            written = json.dumps(state)
-            found |= {"json": json.loads(written) == state, "bytes": len(written)}
-        return {**found, "rest": _rest(ctx, paths, layout, state)}
-
-
-def _rest(ctx, paths, layout, state):
-    loader = open_loader(ctx, paths, layout)
-    loader.load_state_dict(state)
-    return take(loader, layout.limit)
+    script = f"take {first}, state | load, take {second}, state | load, take all"
+    goes_on(world, script, first + second)
 
 
 @clause(
@@ -220,68 +205,27 @@ def _rest(ctx, paths, layout, state):
 )
 def test_a_state_does_not_change_once_it_is_taken(world, subject):
     """A state MUST stay that of the moment at which it was taken, while the pass goes on."""
-    layout = Layout((61, 50), sequence_length=4, batch_size=2)
-    ranks = world.run(kept_state, layout)
-
-    given = "state taken after 2 batches, used at the end"
-    rest, whole = ranks[0]["rest"], ranks[0]["whole"]
-    stream.goes_on([rest], [whole], 2, limit=layout.limit, given=given)
-
-
-def loaded_late(ctx, layout, before):
-    """A whole pass, and what is left after a loader that was used before it was given a state.
-
-    Args:
-        before: it was "read" from, and its state is taken again; or it was asked for its "state",
-            and is read itself.
-    """
-    with files_for_state(ctx, layout) as paths:
-        whole = whole_pass(ctx, paths, layout)
-        first = open_loader(ctx, paths, layout)
-        batches = iter(first)
-        take(batches, 1)
-        state = first.state_dict()
-        used = open_loader(ctx, paths, layout)
-        if before == "state":
-            used.state_dict()
-            used.load_state_dict(state)
-            return whole, take(used, layout.limit)
-        others = iter(used)
-        take(others, 3)
-        used.load_state_dict(state)
-        return whole, _rest(ctx, paths, layout, used.state_dict())
+    goes_on(world, "take 2, state, more all, look | load, take all", 2)
 
 
 @clause(
     "data.state.of-what-was-loaded", source="contract: state-loaded; a save right after a restore"
 )
-@pytest.mark.parametrize("before", ["read", "state"])
-def test_the_state_after_a_load_is_what_was_loaded(world, subject, before):
+@pytest.mark.parametrize(
+    "script",
+    [
+        "take 1, state | take 3, load, state | load, take all",
+        "take 1, state | look, load, take all",
+    ],
+    ids=["read", "state"],
+)
+def test_the_state_after_a_load_is_what_was_loaded(world, subject, script):
     """Until the next `iter` a loader's state MUST be the one that it was given.
 
     Whatever was done before: asking for the state must not make an iterator that the load does not
     reach (torchdata pull request 1548).
     """
-    layout = Layout((61, 50), sequence_length=4, batch_size=2)
-    whole, rest = world.run(loaded_late, layout, before)[0]
-
-    used = "3 batches were read" if before == "read" else "its state was taken"
-    given = f"state of 1 batch, loaded after {used}"
-    stream.goes_on([rest], [whole], 1, limit=layout.limit, given=given)
-
-
-def off_the_grid(ctx, layout):
-    """The error of going on at a place that is between two batches; "" if there is none."""
-    with files_for_state(ctx, layout) as paths:
-        first = open_loader(ctx, paths, layout)
-        batches = iter(first)
-        take(batches, 1)
-        state = first.state_dict()
-        wider = open_loader(ctx, paths, dataclasses.replace(layout, batch_size=4))
-        with refusal.caught() as error:
-            wider.load_state_dict(state)
-            take(wider, 1)
-    return error["error"]
+    goes_on(world, script, 1)
 
 
 @clause(
@@ -291,13 +235,27 @@ def off_the_grid(ctx, layout):
 )
 def test_a_place_between_two_batches_is_refused(world, subject):
     """A state that lies between two batches of another W*B MUST be refused with an error."""
-    ranks = world.run(off_the_grid, Layout((61, 50), sequence_length=4, batch_size=2))
+    wider = dataclasses.replace(SMALL, batch_size=4)
+    [found] = world.run(refusal.raised, played, "take 1, state | load, take 1", SMALL, wider)
 
     judge.holds(
-        bool(ranks[0]),
+        bool(found["error"]),
         "expected an error for a state of 2 sequences where W*B is 4, got batches",
         likely="batches are counted and not sequences, or nobody compares",
     )
+
+
+def as_json(ctx, layout):
+    """Bytes of a state as JSON, and whether it is the same after that; 0 if it has no such form."""
+    with files_for_state(ctx, layout) as paths:
+        loader = open_loader(ctx, paths, layout)
+        batches = iter(loader)
+        take(batches, 2)
+        state = loader.state_dict()
+        with contextlib.suppress(TypeError, ValueError):
+            written = json.dumps(state)
+            return len(written), json.loads(written) == state
+    return 0, None
 
 
 @clause(
@@ -310,30 +268,13 @@ def test_the_state_is_plain_and_small(world, subject):
 
     Then it fits beside any checkpoint, and a person can read how far a run has come.
     """
-    ranks = world.run(kept_state, Layout((61, 50), sequence_length=4, batch_size=2))
+    [(size, is_same)] = world.run(as_json, SMALL)
 
-    judge.equal([rank["json"] for rank in ranks], True, quantity="equal after JSON:")
-    judge.holds(
-        ranks[0]["bytes"] <= 1000, f"expected at most 1000 bytes, got {ranks[0]['bytes']} as JSON"
-    )
-
-
-def place_of(ctx, layout, taken):
-    """A whole pass, and the first batch after a load into a loader that stands elsewhere."""
-    with files_for_state(ctx, layout) as paths:
-        whole = whole_pass(ctx, paths, layout)
-        loader = open_loader(ctx, paths, layout)
-        take(iter(loader), taken)
-        state = loader.state_dict()
-        take(iter(loader), taken + 3)
-        loader.load_state_dict(state)
-        return whole, take(iter(loader), 1)
+    judge.equal([is_same], True, quantity="equal after JSON:")
+    judge.holds(size <= 1000, f"expected at most 1000 bytes, got {size} as JSON")
 
 
 @clause("data.state.load-moves-a-used-loader", source="contract: resumes")
 def test_a_loader_that_was_used_takes_a_state_as_well(world, subject):
     """After `load_state_dict` the next `iter` MUST go on there, wherever the loader stood."""
-    layout = Layout((61, 50), sequence_length=4, batch_size=2)
-    whole, found = world.run(place_of, layout, 3)[0]
-
-    stream.same([found], [whole[3:4]], given="state of batch 3, loader at 6")
+    goes_on(world, "take 3, state, take 6, load, take 1", None, None, 3)

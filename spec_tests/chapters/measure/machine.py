@@ -7,16 +7,45 @@ be held against the answer without a tolerance for anything but one division.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from spec_tests.rig import judge
 from spec_tests.rig.judge.tolerance import rounding
 
 # One division, and a quantile's interpolation.
-SAME = rounding(torch.float64, terms=4)
+SAME = rounding(torch.float64, terms=4).relative
 LIMIT = 2000  # steps after which a measurement is taken to be without end
+
+
+def numbers(
+    found: Mapping[str, Any],
+    expected: Mapping[str, Any],
+    *,
+    within: float = SAME,
+    likely: str = "",
+    given: str = "",
+) -> None:
+    """Each of these numbers must be the expected one, or lie between two.
+
+    Args:
+        expected: by name a number, None, or the least and the largest that are right.
+        within: relative error that is allowed of one number.
+    """
+    __tracebackhide__ = True
+    for name, right in expected.items():
+        seen, words, least, most = found[name], str(right), right, right
+        if isinstance(right, tuple):
+            least, most = right
+            words = f"from {least:.6g} to {most:.6g}"
+        elif right is not None:
+            allowed = within * max(abs(right), 1.0)
+            least, most = right - allowed, right + allowed
+        is_right = seen is right or (None not in (seen, right) and least <= seen <= most)
+        finding = f"rank 0: expected {name} {words}, got {seen}"
+        judge.holds(is_right, finding, likely=likely, given=given)
 
 
 class EndlessError(Exception):
@@ -24,10 +53,19 @@ class EndlessError(Exception):
 
 
 class Machine:
-    """Steps whose durations are `duration(index)` seconds, and a clock that only they move."""
+    """Steps that take `duration(index)` seconds, and a clock that only they move.
 
-    def __init__(self, duration: Callable[[int], float]) -> None:
-        self.duration = duration
+    Args:
+        error: raised in step number `at`, the first being 1.
+    """
+
+    def __init__(
+        self,
+        duration: Callable[[int], float] = lambda index: 0.25,
+        error: Exception | None = None,
+        at: int = 2,
+    ) -> None:
+        self.duration, self.error, self.at = duration, error, at
         self.now = 0.0
         self.calls = 0
 
@@ -37,14 +75,12 @@ class Machine:
             raise EndlessError(f"{LIMIT} steps")
         self.now += self.duration(self.calls)
         self.calls += 1
+        if self.error is not None and self.calls == self.at:
+            raise self.error
 
     def clock(self) -> float:
         """Seconds."""
         return self.now
-
-
-def _uneven(index: int) -> float:
-    return (1.0, 1.0, 0.5, 1.0, 1.0, 4.0, 1.0)[index % 7]
 
 
 DURATIONS: dict[str, Callable[[int], float]] = {
@@ -53,7 +89,7 @@ DURATIONS: dict[str, Callable[[int], float]] = {
     "slow-start": lambda index: 10.0 if index < 3 else 0.25,
     # One step in seven takes four times as long, another half. The median is 1 of any five in a
     # row, and of every second or third, which is what is left to who warms up in between.
-    "uneven": _uneven,
+    "uneven": lambda index: (1.0, 1.0, 0.5, 1.0, 1.0, 4.0, 1.0)[index % 7],
     # An allocator that grows for a while.
     "long-warm-up": lambda index: 1.0 + 20.0 * 0.8**index,
     # Something that leaks.
@@ -82,6 +118,11 @@ class Memory:
         """Give back."""
         self.live -= size
 
+    def take(self, size: int) -> None:
+        """Hold so much for a moment."""
+        self.allocate(size)
+        self.free(size)
+
     def reset_peak(self) -> None:
         """The peak is what is in use now."""
         self._peak = self.live
@@ -103,10 +144,11 @@ class Model:
 MODEL_BYTES, SEQUENCE_BYTES, SEQUENCE_LENGTH = 1000, 10, 128
 
 
-class Bench:
+class Bench(Machine):
     """What `sweep_batch_sizes` is given: sizes that are known to fit, or not to.
 
-    A step of b sequences takes b / 64 seconds, and `SEQUENCE_BYTES` for each on top of the model.
+    A step of b sequences takes b / 64 seconds, and `SEQUENCE_BYTES` for each on top of the model,
+    which takes `building` more bytes for a moment when it is built.
     """
 
     def __init__(
@@ -117,37 +159,24 @@ class Bench:
         building: int = 0,
         error: Exception | None = None,
     ) -> None:
+        super().__init__(error=error)
         self.memory = Memory(capacity)
-        self.now = 0.0
         self.live_at_build: list[int] = []
-        self.calls = 0
         self._is_cyclic, self._building = is_cyclic, building
-        self._error = error
 
     def build(self, batch_size: int) -> Callable[[], None]:
-        """A step that owns its model; `building` bytes are taken for a moment."""
+        """A step that owns its model."""
         self.live_at_build.append(self.memory.live)
-        self.calls = 0
+        self.calls, self.duration = 0, lambda index: batch_size / 64
         model = Model(self.memory, MODEL_BYTES, is_cyclic=self._is_cyclic)
-        self.memory.allocate(self._building)
-        self.memory.free(self._building)
+        self.memory.take(self._building)
 
         def step() -> None:
-            self.calls += 1
-            if self.calls > LIMIT:
-                raise EndlessError(f"{LIMIT} steps")
             assert model is not None
-            if self._error is not None and self.calls == 2:
-                raise self._error
-            self.memory.allocate(SEQUENCE_BYTES * batch_size)
-            self.memory.free(SEQUENCE_BYTES * batch_size)
-            self.now += batch_size / 64
+            self.memory.take(SEQUENCE_BYTES * batch_size)
+            self.step()
 
         return step
-
-    def clock(self) -> float:
-        """Seconds."""
-        return self.now
 
     def sweep(self, ctx: Any, batch_sizes: Sequence[int]) -> list[dict[str, Any]]:
         """The implementation's rows, as plain data."""
@@ -158,18 +187,14 @@ class Bench:
             clock=self.clock,
             memory=self.memory,
         )
-        keys = ("batch_size", "is_oom", "tokens_per_s", "peak_bytes")
-        return [{key: row[key] for key in keys} for row in rows]
+        return [{key: row[key] for key in expected_row(0)} for row in rows]
 
 
 def expected_row(batch_size: int, *, is_oom: bool = False) -> dict[str, Any]:
     """What is right for a size that fits, or does not."""
-    if is_oom:
-        nothing = {"tokens_per_s": None, "peak_bytes": None}
-        return {"batch_size": batch_size, "is_oom": True, **nothing}
     return {
         "batch_size": batch_size,
-        "is_oom": False,
-        "tokens_per_s": 64.0 * SEQUENCE_LENGTH,
-        "peak_bytes": MODEL_BYTES + SEQUENCE_BYTES * batch_size,
+        "is_oom": is_oom,
+        "tokens_per_s": None if is_oom else 64.0 * SEQUENCE_LENGTH,
+        "peak_bytes": None if is_oom else MODEL_BYTES + SEQUENCE_BYTES * batch_size,
     }

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from spec_tests.chapters.measure.timeline import DEVICES, TIMES, TRACE, Timeline, observed, times
-from spec_tests.rig import judge
+from spec_tests.chapters.measure.timeline import DEVICES, TIMES, TRACE, Timeline, judged
 from spec_tests.rig.clause import clauses
 
 clause = clauses(judges=TRACE, level="correct", worlds=(1,))
@@ -24,15 +23,12 @@ clause = clauses(judges=TRACE, level="correct", worlds=(1,))
 @pytest.mark.parametrize("device", DEVICES)
 def test_what_computes_at_once_counts_once(world, subject, device):
     """Computation MUST be the time in which something computes, however much of it at once."""
-    line = Timeline(device)
-    line.step(0, 0, 1000)
-    line.work(100, 300, name="aten::linear")
-    line.work(150, 250, name="aten::addmm")  # inside the first
-    line.work(200, 400, lane=1)
-    line.work(400, 500)  # next to it
-    line.work(700, 750)
-
-    times(observed(world, line)["total"], {"compute_us": 450, "idle_us": 550, "duration_us": 1000})
+    # Inside the first, beside it, next to it.
+    script = (
+        "step 0 0-1000, work 100-300, work 150-250, work 200-400 @1, work 400-500, work 700-750"
+    )
+    line = Timeline.of(script, device)
+    judged(world, line, compute_us=450, idle_us=550, duration_us=1000)
 
 
 @clause(
@@ -42,14 +38,10 @@ def test_what_computes_at_once_counts_once(world, subject, device):
 @pytest.mark.parametrize("device", DEVICES)
 def test_what_is_sent_at_once_counts_once(world, subject, device):
     """Communication MUST be the time in which a collective is under way, or several are."""
-    line = Timeline(device)
-    line.step(0, 0, 1000)
-    line.send(100, 500)
-    line.send(200, 600, lane=1)
-    line.send(800, 900, "all_gather")
-
-    expected = {"communication_us": 600, "exposed_us": 600, "overlap_us": 0, "compute_us": 0}
-    times(observed(world, line)["total"], {**expected, "overlap_fraction": 0})
+    script = "step 0 0-1000, all_reduce 100-500, all_reduce 200-600 @1, all_gather 800-900"
+    line = Timeline.of(script, device)
+    sent = {"communication_us": 600, "exposed_us": 600, "overlap_us": 0, "overlap_fraction": 0}
+    judged(world, line, compute_us=0, **sent)
 
 
 @clause(
@@ -59,16 +51,11 @@ def test_what_is_sent_at_once_counts_once(world, subject, device):
 @pytest.mark.parametrize("device", DEVICES)
 def test_overlap_is_communication_while_something_computes(world, subject, device):
     """Overlap MUST be the part of communication in which something computes."""
-    line = Timeline(device)
-    line.step(0, 0, 1000)
-    line.work(100, 300)
-    line.work(300, 500)
-    line.work(420, 480, lane=1)  # at once with the one before: no overlap of its own
-    line.work(800, 900)
-    line.send(400, 700)
-
-    expected = {"compute_us": 500, "communication_us": 300, "overlap_us": 100, "exposed_us": 200}
-    times(observed(world, line)["total"], {**expected, "idle_us": 300, "overlap_fraction": 1 / 3})
+    line = Timeline.of("step 0 0-1000, work 100-300, work 300-500, work 800-900", device)
+    line.play("work 420-480 @1")  # at once with the second: no overlap of its own
+    line.play("all_reduce 400-700")
+    sent = {"communication_us": 300, "overlap_us": 100, "exposed_us": 200}
+    judged(world, line, compute_us=500, idle_us=300, overlap_fraction=1 / 3, **sent)
 
 
 @clause(
@@ -77,15 +64,9 @@ def test_overlap_is_communication_while_something_computes(world, subject, devic
 @pytest.mark.parametrize("device", DEVICES)
 def test_without_communication_there_is_no_fraction(world, subject, device):
     """Without communication the fraction MUST be None: zero, or NaN, would be a measurement."""
-    line = Timeline(device)
-    line.step(0, 0, 100)
-    line.work(10, 40)
-
-    found = observed(world, line)
-
     expected = {"communication_us": 0, "overlap_us": 0, "exposed_us": 0, "overlap_fraction": None}
-    times(found["total"], {**expected, "idle_us": 70})
-    times(found["steps"][0], expected, what="step 0")
+    line = Timeline.of("step 0 0-100, work 10-40", device)
+    judged(world, line, steps={0: expected}, idle_us=70, **expected)
 
 
 @clause(
@@ -94,22 +75,14 @@ def test_without_communication_there_is_no_fraction(world, subject, device):
 )
 def test_what_lies_outside_of_steps_does_not_count(world, subject):
     """A time MUST hold the work inside the step, and of work across its border the inner part."""
-    line = Timeline("cpu")
-    line.step(4, 100, 200)
-    line.step(5, 300, 500)
-    line.work(0, 50)
-    line.work(80, 120)  # across the begin
-    line.work(180, 320)  # across the end, and into the next
-    line.send(190, 310)
-    line.work(490, 600)
-
-    found = observed(world, line)
-
-    first = {"duration_us": 100, "compute_us": 40, "communication_us": 10, "overlap_us": 10}
-    second = {"duration_us": 200, "compute_us": 30, "communication_us": 10, "idle_us": 170}
-    times(found["steps"][0], first, what="step 4")
-    times(found["steps"][1], second, what="step 5")
-    times(found["total"], {"duration_us": 300, "compute_us": 70, "communication_us": 20})
+    # Across the begin; across the end and into the next, twice; out of all.
+    script = "work 0-50, work 80-120, work 180-320, all_reduce 190-310, work 490-600"
+    steps = {
+        4: {"duration_us": 100, "compute_us": 40, "communication_us": 10, "overlap_us": 10},
+        5: {"duration_us": 200, "compute_us": 30, "communication_us": 10, "idle_us": 170},
+    }
+    total = {"duration_us": 300, "compute_us": 70, "communication_us": 20}
+    judged(world, Timeline.of(f"step 4 100-200, step 5 300-500, {script}"), steps=steps, **total)
 
 
 @clause(
@@ -122,16 +95,13 @@ def test_what_only_calls_others_does_not_compute(world, subject):
     A backward hook that waits for a collective lies inside its node: counted as computation, the
     dearest communication there is looks hidden.
     """
-    line = Timeline("cpu")
-    line.step(0, 0, 1000)
+    line = Timeline.of("step 0 0-1000, work 120-220 @1, all_reduce 310-590")
     line.add("cpu_op", "autograd::engine::evaluate_function: MmBackward0", 100, 600, thread=2)
     line.add("cpu_op", "MmBackward0", 110, 590, thread=2)
     line.add("cpu_op", "torch::autograd::AccumulateGrad", 300, 600, thread=2)
     line.add("user_annotation", "FSDP::post_backward_reduce (0)", 300, 600, thread=2)
-    line.work(120, 220, lane=1)
-    line.send(310, 590)
 
-    times(observed(world, line)["total"], {"compute_us": 100, "overlap_us": 0, "exposed_us": 280})
+    judged(world, line, compute_us=100, overlap_us=0, exposed_us=280)
 
 
 @clause(
@@ -140,17 +110,15 @@ def test_what_only_calls_others_does_not_compute(world, subject):
 )
 def test_operators_inside_a_collective_do_not_compute(world, subject):
     """Operators inside a collective on its thread MUST NOT count as computation."""
-    line = Timeline("cpu")
-    line.step(0, 0, 1000)
-    line.send(100, 400)
+    # Another thread goes on.
+    line = Timeline.of("step 0 0-1000, all_reduce 100-400, work 350-450 @1")
     line.add("cpu_op", "aten::copy_", 150, 250, thread=100)  # gloo's own worker
     line.add("cpu_op", "_c10d_functional::wait_tensor", 300, 500)
     line.add("cpu_op", "aten::empty", 310, 320)
-    line.work(350, 450, lane=1)  # another thread goes on
     line.add("cpu_op", "aten::to", 480, 700)  # half of it waits
 
-    expected = {"compute_us": 300, "communication_us": 300, "overlap_us": 50, "exposed_us": 250}
-    times(observed(world, line)["total"], expected)
+    sent = {"communication_us": 300, "overlap_us": 50, "exposed_us": 250}
+    judged(world, line, compute_us=300, **sent)
 
 
 @clause(
@@ -160,19 +128,13 @@ def test_operators_inside_a_collective_do_not_compute(world, subject):
 )
 def test_annotations_on_the_device_are_no_work(world, subject):
     """Annotations repeated on the device's time line MUST NOT count as kernels, nor as steps."""
-    line = Timeline("cuda")
-    line.step(3, 0, 1000)
+    line = Timeline.of("step 3 0-1000, work 100-300, all_reduce 500-600", "cuda")
     line.add("gpu_user_annotation", "ProfilerStep#3", 100, 900, thread=7)
     line.add("gpu_user_annotation", "nccl:all_reduce", 400, 800, thread=20)
-    line.work(100, 300)
     line.kernel("Memcpy HtoD (Pageable -> Device)", 300, 350, 7, category="gpu_memcpy")
-    line.send(500, 600)
     line.add("cpu_op", "aten::mm", 0, 1000)  # the host is not what computes here
 
-    found = observed(world, line)
-
-    judge.equal([len(found["steps"])], 1, quantity="number of steps")
-    times(found["total"], {"compute_us": 250, "communication_us": 100, "idle_us": 650})
+    judged(world, line, steps={3: {}}, compute_us=250, communication_us=100, idle_us=650)
 
 
 def _spans(limit):
@@ -195,10 +157,8 @@ def test_any_intervals_are_counted_right(world, subject, work, sent, is_cuda):
     for number, (begin, end) in enumerate(sent):
         line.send(begin, end, lane=number % 2)
 
-    found = observed(world, line)
-
     busy = {at for begin, end in work for at in range(begin, end)}
     sending = {at for begin, end in sent for at in range(begin, end)}
     counted = (40, len(busy), len(sending), len(busy & sending), len(sending - busy))
     expected = dict(zip(TIMES, (*counted, 40 - len(busy | sending)), strict=True))
-    times(found["total"], expected, given=f"computes {work}, communicates {sent}")
+    judged(world, line, **expected, given=f"computes {work}, communicates {sent}")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,6 +40,7 @@ NAMES = {
     ),
     "broadcast": ("c10d::broadcast_", "gloo:broadcast", "broadcast", "Broadcast_RING_LL"),
 }
+EVENT = re.compile(r"(\w+)(?: (\d+))? (\d+)-(\d+)(?: @(\d+))?(?: <(\d+))?(?: (\d+)>(\d+))?")
 NCCL_DTYPES = {"float": "Float", "c10::BFloat16": "BFloat16", "long int": "Long"}
 
 
@@ -57,6 +59,35 @@ class Timeline:
     world_size: int = 1
     events: list[dict[str, Any]] = field(default_factory=list)
     correlations: int = 0
+
+    @classmethod
+    def of(cls, script, device="cpu", **options):
+        """A timeline of the events that a script lists, see `play`."""
+        line = cls(device, **options)
+        line.play(script)
+        return line
+
+    def play(self, script, **options):
+        """Add "step 3 0-1000, work 20-50 @1 <10, all_gather 60-80 10>20, update 90-95".
+
+        After @ stands the lane, after < when it was launched; a collective takes 10 elements and
+        gives 20. `options` are those of `send`.
+        """
+        for event in script.split(", "):
+            found = EVENT.fullmatch(event)
+            assert found, f"{event!r} is no event"
+            word, *digits = found.groups()
+            number, begin, end, lane, launched, takes, gives = (d and int(d) for d in digits)
+            if word == "step":
+                self.step(number, begin, end)
+            elif word == "update":
+                self.update(begin, end)
+            elif word == "work":
+                self.work(begin, end, lane=lane or 0, launched=launched)
+            else:
+                sizes = {"takes": takes, "gives": gives} if takes else {}
+                placed = {"lane": lane or 0, "launched": launched}
+                self.send(begin, end, word, **placed, **sizes, **options)
 
     def add(self, category, name, begin, end, *, thread: Any = 1, **args):
         """A span of any category."""
@@ -155,6 +186,32 @@ def observed(world, timeline, *, form="indented"):
     return found
 
 
+def judged(world, timeline, *, steps=None, collectives=None, given="", **total):
+    """What a trace is summarised as must be this.
+
+    Args:
+        steps: number to times; all that there are.
+        collectives: kind to count and bytes; all that there are.
+        total: times of all steps together.
+    """
+    __tracebackhide__ = True
+    found = observed(world, timeline)
+    if steps is not None:
+        judge.equal([numbers(found)], [*steps], quantity="steps", given=given)
+        for step in found["steps"]:
+            times(step, steps[step["step"]], what=f"step {step['step']}", given=given)
+    if total:
+        times(found["total"], total, given=given)
+    if collectives is not None:
+        seen = {kind: (of["count"], of["bytes"]) for kind, of in found["collectives"].items()}
+        judge.equal([seen], collectives, quantity="collectives: count, bytes", given=given)
+
+
+def numbers(found):
+    """The numbers of the steps, in order."""
+    return [step["step"] for step in found["steps"]]
+
+
 def times(found, expected, *, what="total", given=""):
     """The named times are these whole microseconds, and the fraction that one, to the nanosecond.
 
@@ -163,20 +220,18 @@ def times(found, expected, *, what="total", given=""):
     __tracebackhide__ = True
     for name, value in expected.items():
         got = found.get(name, "nothing")
-        near = got == value or (
-            isinstance(got, int | float)
-            and value is not None
-            and round(float(got), 3) == round(float(value), 3)
-        )
+        is_number = isinstance(got, int | float) and value is not None
         judge.holds(
-            near, f"{what}: expected {name} = {value}, got {got}", likely=_likely(name), given=given
+            got == value or (is_number and round(float(got), 3) == round(float(value), 3)),
+            f"{what}: expected {name} = {value}, got {got}",
+            likely=LIKELY.get(name, ""),
+            given=given,
         )
 
 
-def _likely(name):
-    return {
-        "compute_us": "durations are summed, so that nested and concurrent work counts twice",
-        "communication_us": "collectives that are under way at once count each by itself",
-        "overlap_us": "overlaps are summed pair by pair",
-        "duration_us": "another span is taken for the step",
-    }.get(name, "")
+LIKELY = {
+    "compute_us": "durations are summed, so that nested and concurrent work counts twice",
+    "communication_us": "collectives that are under way at once count each by itself",
+    "overlap_us": "overlaps are summed pair by pair",
+    "duration_us": "another span is taken for the step",
+}

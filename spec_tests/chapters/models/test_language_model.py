@@ -45,50 +45,45 @@ def some_ids(rows, length, seed=3):
     return torch.randint(0, VOCABULARY, (rows, length), generator=generator)
 
 
-def shapes(ctx):
-    """Shape and dtype of the logits for batches of several sizes."""
+def logits(ctx, *batches):
+    """The logits of each of these ids, without gradients."""
     model = build(ctx)
-    found = {}
-    for rows, length in ((1, 1), (3, 5), (2, LONGEST)):
-        logits = model(some_ids(rows, length).to(ctx.device))
-        found[rows, length] = (tuple(logits.shape), logits.is_floating_point())
-    return found
+    with torch.no_grad():
+        return [model(ids.to(ctx.device)) for ids in batches]
 
 
 @clause("models.logits.shape", source="contract: shape")
 def test_ids_become_logits_over_the_vocabulary(world, subject):
     """Ids [batch, seq] MUST become logits [batch, seq, vocab], up to max_sequence_length."""
-    ranks = world.run(shapes)
+    sizes = ((1, 1), (3, 5), (2, LONGEST))
+    [found] = world.run(logits, *(some_ids(*size) for size in sizes))
 
-    for rank in ranks:
-        for (rows, length), found in rank.items():
-            judge.equal(
-                [found],
-                ((rows, length, VOCABULARY), True),
-                quantity="shape of the logits, and whether they are floating-point:",
-                given=f"ids of shape {(rows, length)}",
-            )
+    for size, seen in zip(sizes, found, strict=True):
+        judge.equal(
+            [(tuple(seen.shape), seen.is_floating_point())],
+            ((*size, VOCABULARY), True),
+            quantity="shape of the logits, and whether they are floating-point:",
+            given=f"ids of shape {size}",
+        )
 
 
-def around_a_change(ctx, place):
+def around_a_change(world, place):
     """Logits before and after the id at `place` is another one."""
-    model = build(ctx)
     ids = some_ids(2, LONGEST)
     changed = ids.clone()
     changed[:, place] = (changed[:, place] + 1) % VOCABULARY
-    with torch.no_grad():
-        return [model(i.to(ctx.device)).cpu() for i in (ids, changed)]
+    return world.run(logits, ids, changed)[0]
 
 
 @clause("models.logits.causal", source="contract: causal; Vaswani et al. 2017, section 3.1")
 @pytest.mark.parametrize("place", [1, 4, 7])
 def test_a_token_alters_no_logit_before_it(world, subject, place):
     """Changing the token at a place MUST alter no logit before it."""
-    ranks = world.run(around_a_change, place)
+    before, after = around_a_change(world, place)
 
     judge.tensors(
-        [{"logits": after[:, :place]} for _, after in ranks],
-        [{"logits": before[:, :place]} for before, _ in ranks],
+        [{"logits": after[:, :place]}],
+        {"logits": before[:, :place]},
         quantity="logits from before the token was changed",
         within=SAME,
         given=f"the token at place {place} changed, logits at places 0 to {place - 1}",
@@ -99,28 +94,15 @@ def test_a_token_alters_no_logit_before_it(world, subject, place):
 @pytest.mark.parametrize("place", [0, 3])
 def test_a_token_alters_the_logits_from_there_on(world, subject, place):
     """Changing the token at a place MUST alter the logits there and at every later place."""
-    ranks = world.run(around_a_change, place)
+    before, after = around_a_change(world, place)
 
-    for rank, (before, after) in enumerate(ranks):
-        gap = (after - before).abs().amax(dim=-1)
-        blind = [
-            number
-            for number in range(place, LONGEST)
-            if float(gap[:, number].min()) <= SAME.bound(before)
-        ]
-        judge.holds(
-            not blind,
-            f"rank {rank}: the logits at places {blind} do not depend on the token at {place}",
-            likely="the mask hides more than the future, or attention does nothing",
-        )
-
-
-def alone_and_in_company(ctx):
-    """Logits of the first row by itself, and beside two others."""
-    model = build(ctx)
-    ids = some_ids(3, 6)
-    with torch.no_grad():
-        return [model(i.to(ctx.device))[:1].cpu() for i in (ids[:1], ids)]
+    gap = (after - before).abs().amax(dim=-1).amin(dim=0)
+    blind = [n for n in range(place, LONGEST) if float(gap[n]) <= SAME.bound(before)]
+    judge.holds(
+        not blind,
+        f"rank 0: the logits at places {blind} do not depend on the token at {place}",
+        likely="the mask hides more than the future, or attention does nothing",
+    )
 
 
 @clause(
@@ -134,23 +116,16 @@ def test_a_row_does_not_see_its_neighbours(world, subject):
 
     Otherwise cutting a batch into micro-batches or ranks changes what is trained.
     """
-    ranks = world.run(alone_and_in_company)
+    ids = some_ids(3, 6)
+    [(alone, company)] = world.run(logits, ids[:1], ids)
 
     judge.tensors(
-        [{"logits": company} for _, company in ranks],
-        [{"logits": by_itself} for by_itself, _ in ranks],
+        [{"logits": company[:1]}],
+        {"logits": alone},
         quantity="logits of the sequence by itself",
         within=SAME,
         given="a sequence beside two others",
     )
-
-
-def in_other_orders(ctx):
-    """Logits at the last place, for two orders of the tokens before it."""
-    model = build(ctx)
-    ids = torch.tensor([[1, 2, 3, 4, 5], [3, 1, 2, 4, 5]], device=ctx.device)
-    with torch.no_grad():
-        return model(ids)[:, -1].cpu()
 
 
 @clause(
@@ -165,25 +140,23 @@ def test_the_order_of_earlier_tokens_matters(world, subject):
     The causal mask alone gives a little of it from the second layer on, so the first three of five
     tokens are exchanged, and what is asked is a difference beyond rounding.
     """
-    ranks = world.run(in_other_orders)
+    [[found]] = world.run(logits, torch.tensor([[1, 2, 3, 4, 5], [3, 1, 2, 4, 5]]))
 
-    for rank, last in enumerate(ranks):
-        gap = float((last[0] - last[1]).abs().max())
-        judge.holds(
-            gap > SAME.bound(last),
-            f"rank {rank}: the order 1 2 3 and the order 3 1 2 give the same logits "
-            f"(difference {gap:.1e})",
-            likely="positions are not encoded",
-        )
+    last = found[:, -1]
+    gap = float((last[0] - last[1]).abs().max())
+    judge.holds(
+        gap > SAME.bound(last),
+        f"rank 0: the order 1 2 3 and the order 3 1 2 give the same logits (difference {gap:.1e})",
+        likely="positions are not encoded",
+    )
 
 
 def trained_once(ctx):
-    """Which parameters a backward pass leaves without a finite gradient."""
+    """By trainable parameter, whether a backward pass leaves it a finite gradient."""
     model = build(ctx).train()
     ids = some_ids(4, LONGEST).to(ctx.device)
-    logits = model(ids[:, :-1])
-    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
-    loss.backward()
+    found = model(ids[:, :-1])
+    torch.nn.functional.cross_entropy(found.flatten(0, 1), ids[:, 1:].flatten()).backward()
     return {
         name: "none" if p.grad is None else "finite" if p.grad.isfinite().all() else "not finite"
         for name, p in model.named_parameters()
@@ -198,20 +171,11 @@ def trained_once(ctx):
 )
 def test_every_parameter_gets_a_finite_gradient(world, subject):
     """One loss over all places MUST give every trainable parameter a finite gradient."""
-    ranks = world.run(trained_once)
+    [found] = world.run(trained_once)
 
-    for rank, found in enumerate(ranks):
-        wrong = {name: what for name, what in found.items() if what != "finite"}
-        judge.holds(not wrong, f"rank {rank}: gradients that are missing or not finite: {wrong}")
-        judge.holds(bool(found), f"rank {rank}: the model has no trainable parameter")
-
-
-def too_long(ctx):
-    """The error for a sequence that is one token too long."""
-    model = build(ctx)
-    with refusal.caught() as error:
-        model(some_ids(1, LONGEST + 1).to(ctx.device))
-    return error
+    wrong = {name: what for name, what in found.items() if what != "finite"}
+    judge.holds(not wrong, f"rank 0: gradients that are missing or not finite: {wrong}")
+    judge.holds(bool(found), "rank 0: the model has no trainable parameter")
 
 
 @clause(
@@ -221,15 +185,9 @@ def too_long(ctx):
 )
 def test_a_sequence_that_is_too_long_is_refused(world, subject):
     """A sequence beyond max_sequence_length SHOULD be a ValueError that names both numbers."""
-    ranks = world.run(too_long)
+    errors = world.run(refusal.raised, logits, some_ids(1, LONGEST + 1))
 
-    for error in ranks:
-        text = error["text"] or "no error"
-        judge.holds(
-            "ValueError" in error["kinds"],
-            f"expected a ValueError, got {text!r}",
-        )
-        judge.holds(
-            str(LONGEST) in text and str(LONGEST + 1) in text,
-            f"expected {LONGEST} and {LONGEST + 1} in {text!r}",
-        )
+    refusal.of_kinds(errors, "ValueError")
+    text = errors[0]["text"]
+    is_told = str(LONGEST) in text and str(LONGEST + 1) in text
+    judge.holds(is_told, f"expected {LONGEST} and {LONGEST + 1} in {text!r}")

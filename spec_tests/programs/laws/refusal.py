@@ -15,6 +15,7 @@ from typing import Any
 
 from spec_tests.rig import judge
 from spec_tests.rig.ranks.errors import Absent, NotOffered, RankRaised, RigError
+from spec_tests.rig.ranks.rank import Context
 from spec_tests.rig.ranks.world import Ranks, World
 from spec_tests.rig.sim.faults import SimError
 from spec_tests.rig.target import without_method
@@ -44,6 +45,25 @@ def caught(kinds: Kinds = Exception) -> Iterator[dict[str, Any]]:
         found["kinds"] = [kind.__name__ for kind in type(error).__mro__]
         found["text"] = str(error)
         found["error"] = f"{type(error).__name__}: {error}"
+
+
+def raised(ctx: Context, body: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """What another body raises, as `caught` notes it (rank body)."""
+    with caught() as error:
+        body(ctx, *args, **kwargs)
+    return error
+
+
+def of_kinds(errors: Sequence[dict[str, Any]], *kinds: str, given: str = "") -> None:
+    """Every rank must have raised an error of one of these kinds."""
+    __tracebackhide__ = True
+    wanted = " or ".join(kinds)
+    for rank, error in enumerate(errors):
+        judge.holds(
+            not {*kinds}.isdisjoint(error["kinds"]),
+            f"rank {rank}: expected a {wanted}, got {error['error'] or 'no error'}",
+            given=given,
+        )
 
 
 def on_all_ranks(errors: Sequence[str], *, likely: str = "", given: str) -> None:
