@@ -14,7 +14,8 @@ Steps
     5. Post-backward, an autograd node on the inputs: reduce-scatter the full gradients, divide by
        the number of ranks, add to `.grad` of the shards, free. A callback at the end of backward
        does so for units whose inputs need no gradient.
-    Without synchronisation, gradients wait unreduced beside a placeholder of zeros in `.grad`.
+    Without synchronisation, gradients wait unreduced beside a placeholder of zeros in `.grad`. A
+    `zero_grad` of the optimizer replaces or writes the placeholder; then what waits is dropped.
 
 Use: `fully_shard` makes a unit of each module that it is given; see the file of that name.
 
@@ -46,7 +47,7 @@ class Piece:
     parameter: nn.Parameter
     full: Any = None
     pending: torch.Tensor | None = None
-    token: tuple[Any, Any] = (None, None)  # the gradient that stands for what is pending
+    token: tuple[Any, Any] = (None, None)  # the placeholder in `.grad`, and its version
 
     @property
     def local(self) -> torch.Tensor:
@@ -80,9 +81,15 @@ class Unit:
     """The parameters below one module that no unit further down has taken."""
 
     def __init__(
-        self, module: nn.Module, mesh: DeviceMesh, raf: Any, policy: Any, ignored: Any = ()
+        self,
+        module: nn.Module,
+        mesh: DeviceMesh,
+        reshard_after_forward: Any,
+        policy: Any,
+        ignored: Any = (),
     ) -> None:
-        self.module, self.mesh, self.raf, self.policy = module, mesh, raf, policy
+        self.module, self.mesh, self.policy = module, mesh, policy
+        self.reshard_after_forward = reshard_after_forward
         self.ignored = {id(parameter) for parameter in ignored}
         self.flying: Any = None
         self.is_unsharded = False
@@ -284,7 +291,8 @@ class Unit:
         return output
 
     def reshards_after_forward(self) -> bool:
-        return not self.is_root if self.raf is None else self.raf is True or self.raf > 1
+        wanted = self.reshard_after_forward
+        return not self.is_root if wanted is None else wanted is True or wanted > 1
 
     # -------------------------------------------------------------------------------- backward
 

@@ -273,7 +273,7 @@ class FSDPModule:
 
     def set_reshard_after_forward(self, flag: bool, recurse: bool = True) -> None:
         for unit in self._units(recurse):
-            unit.raf = flag
+            unit.reshard_after_forward = flag
 
     def set_requires_all_reduce(self, flag: bool, *, recurse: bool = True) -> None:
         for unit in self._units(recurse):
@@ -299,7 +299,9 @@ class FSDPModule:
         self._plain_fsdp.backward_prefetch = [m._plain_fsdp for m in modules]
 
 
-def require_shardable(module: nn.Module, mesh: Any, raf: Any, policy: Any) -> None:
+def require_shardable(
+    module: nn.Module, mesh: Any, reshard_after_forward: Any, policy: Any
+) -> None:
     """Raise ValueError where the base cannot shard, by name."""
     if isinstance(module, nn.ModuleList | nn.ModuleDict):
         raise ValueError(f"{type(module).__name__} has no forward: shard what it holds")
@@ -307,9 +309,12 @@ def require_shardable(module: nn.Module, mesh: Any, raf: Any, policy: Any) -> No
         raise ValueError(f"{type(module).__name__} is sharded already; call fully_shard once")
     if not isinstance(mesh, DeviceMesh) or mesh.ndim > 2:
         raise ValueError(f"mesh: expected a DeviceMesh of one or two dimensions, got {mesh!r}")
-    _require_options(raf, policy)
-    if type(raf) is int and raf not in (1, size := mesh.size(mesh.ndim - 1)):
-        raise ValueError(f"reshard_after_forward: expected a bool, 1 or {size}, got {raf}")
+    _require_options(reshard_after_forward, policy)
+    size = mesh.size(mesh.ndim - 1)
+    if type(reshard_after_forward) is int and reshard_after_forward not in (1, size):
+        raise ValueError(
+            f"reshard_after_forward: expected a bool, 1 or {size}, got {reshard_after_forward}"
+        )
     for part in modules_without_units(module):
         for name, parameter in part.named_parameters(recurse=False):
             if isinstance(parameter, DTensor):
@@ -317,9 +322,11 @@ def require_shardable(module: nn.Module, mesh: Any, raf: Any, policy: Any) -> No
     _require_plain_parameters(module)
 
 
-def _require_options(raf: Any, policy: Any) -> None:
-    if not isinstance(raf, bool | int | None):
-        raise ValueError(f"reshard_after_forward: expected a bool or an int, got {raf!r}")
+def _require_options(reshard_after_forward: Any, policy: Any) -> None:
+    if not isinstance(reshard_after_forward, bool | int | None):
+        raise ValueError(
+            f"reshard_after_forward: expected a bool or an int, got {reshard_after_forward!r}"
+        )
     if policy.param_dtype is not None and not policy.param_dtype.is_floating_point:
         raise ValueError(f"param_dtype: expected a floating-point dtype, got {policy.param_dtype}")
 

@@ -54,7 +54,7 @@ SCHEDULE.near_miss(
 FSDP.near_miss(
     "fsdp.ignores-keeping",
     "fsdp.footprint.kept-on-request",
-    "- return not self.is_root if self.raf is None else self.raf is True or self.raf > 1",
+    "- return not self.is_root if wanted is None else wanted is True or wanted > 1",
     "+ return True",
     does="Reshards after every forward, also with `reshard_after_forward=False`.",
     seen="An argument that is stored and never read.",
@@ -64,8 +64,8 @@ FSDP.near_miss(
 FSDP.near_miss(
     "fsdp.one-is-true",
     "fsdp.traffic.ints-for-true-and-false",
-    "- return not self.is_root if self.raf is None else self.raf is True or self.raf > 1",
-    "+ return not self.is_root if self.raf is None else bool(self.raf)",
+    "- return not self.is_root if wanted is None else wanted is True or wanted > 1",
+    "+ return not self.is_root if wanted is None else bool(wanted)",
     does="Frees full weights after forward where `reshard_after_forward` is 1.",
     seen="`if reshard_after_forward:`, where True and 1 are the same.",
     unseen="The numbers are right; a job of one rank per node sends one copy too many.",
@@ -74,7 +74,7 @@ FSDP.near_miss(
 FSDP.near_miss(
     "fsdp.frees-at-the-end",
     "fsdp.footprint.peak-does-not-grow-with-depth",
-    "- return not self.is_root if self.raf is None else self.raf is True or self.raf > 1",
+    "- return not self.is_root if wanted is None else wanted is True or wanted > 1",
     "+ if self.is_root and self.run is not None:",
     "+     for unit in self.run.units:",
     "+         unit.reshard()",

@@ -118,8 +118,9 @@ FSDP.near_miss(
 FSDP.near_miss(
     "fsdp.part-in-wrong-order",
     "fsdp.programs.any-production-situation",
-    "+ if type(self.raf) is int and self.in_backward:",
-    "+     whole = whole.view(self.size(), -1).roll(self.raf, dims=0).reshape(-1)",
+    "+ if type(self.reshard_after_forward) is int and self.in_backward:",
+    "+     whole = whole.view(self.size(), -1)",
+    "+     whole = whole.roll(self.reshard_after_forward, dims=0).reshape(-1)",
     "  return whole.view(self.size(), -1).split(lengths, dim=1)",
     "@ spec_tests.plain.fully_shard",
     "- refuses = True",

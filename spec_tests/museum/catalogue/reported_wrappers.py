@@ -111,7 +111,7 @@ FSDP.near_miss(
     "...",
     "+ if policy.param_dtype is not None:",
     "+     policy = replace(policy, param_dtype=torch.bfloat16)",
-    "  self.module, self.mesh, self.raf, self.policy = module, mesh, raf, policy",
+    "  self.module, self.mesh, self.policy = module, mesh, policy",
     does="Computes in bfloat16, whatever half precision is asked for.",
     seen="verl pull request 6150.",
     unseen="Nearly everybody asks for bfloat16.",
