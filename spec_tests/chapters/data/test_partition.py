@@ -85,7 +85,7 @@ def test_no_sequence_is_read_by_two_ranks_or_twice(world, subject, size):
 
     seen: dict[int, str] = {}
     for rank, batches in enumerate(streams):
-        likely = "every rank reads rank 0's batches" if batches == streams[0] else ""
+        likely = f"rank {rank} reads rank 0's batches" if rank and batches == streams[0] else ""
         for number, (inputs, _) in enumerate(batches):
             for place, row in enumerate(inputs):
                 here = f"row {place} of batch {number} of rank {rank}"

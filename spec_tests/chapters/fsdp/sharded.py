@@ -168,7 +168,10 @@ def toy_of(name: str) -> tuple[Callable[[], nn.Module], Callable[[int], torch.Te
 
 
 def trajectory(ctx: Context, subject: str, toy: str, **options: Any) -> Named:
-    """Outputs of steps of AdamW in float32 on real-valued data, and the full weights at the end."""
+    """What steps of AdamW in float32 on real-valued data show, and the full weights at the end.
+
+    An output of each step, and of `fully_shard`, whose gradients lie open, the gradients.
+    """
     model = sharded_toy(ctx, subject, toy, **options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
     generator = torch.Generator().manual_seed(1000 + ctx.rank)
@@ -178,10 +181,13 @@ def trajectory(ctx: Context, subject: str, toy: str, **options: Any) -> Named:
         output = model(torch.randn(3, 6, generator=generator).to(ctx.device).clamp(-5, 5))
         output.square().mean().backward()
         finish(ctx, subject, model)
+        if subject == "fully_shard":
+            for name, p in model.named_parameters():
+                found[f"gradient of {name} {step}"] = p.grad.to_local().clone()
         optimizer.step()
         found[f"output {step}"] = output.detach()
     names = [name for name, _ in TOYS[toy].build(SEED).named_parameters()]
-    return found | full_parameters(ctx, model, names)
+    return found | _weights(ctx, subject, model, names)
 
 
 def recorded(ctx: Context, rank: OnRank, micro: str) -> tuple[Log, Log]:
@@ -203,7 +209,13 @@ def sent_by(ctx: Context, subject: str, scene: str, *calls: str) -> Log:
     return recorder.log()
 
 
-def judge_sent(logs: Sequence[Log], gathered: int, reduced: int, given: str = "") -> None:
+def judge_sent(
+    logs: Sequence[Log],
+    gathered: int,
+    reduced: int,
+    given: str = "",
+    likely: str = "a setting is not read, or something is gathered or reduced twice",
+) -> None:
     """Each rank must have gathered and reduced so many elements."""
     __tracebackhide__ = True
     for rank, log in enumerate(logs):
@@ -212,7 +224,7 @@ def judge_sent(logs: Sequence[Log], gathered: int, reduced: int, given: str = ""
             got == (gathered, reduced),
             f"rank {rank}: expected {gathered} elements gathered and {reduced} reduced, got "
             f"{got[0]} and {got[1]}",
-            likely="a setting is not read, or something is gathered or reduced twice",
+            likely=likely,
             given=given,
         )
 
@@ -255,33 +267,38 @@ def step_of(
     batch: Callable[[int], torch.Tensor] = inputs,
     units: str | Sequence[str] = "children",
     notes_late: bool = False,
+    tracks_input: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
     """What a step of SGD with a rate of one shows of a clause's own model (rank body).
 
     "weights" are the full ones after it, "kinds" the classes of parameters between forward and
-    backward, "trained" the names of shards with a gradient, "late" an error of the backward.
+    backward, "trained" the names of shards with a gradient and "dtypes" the dtypes of these,
+    "late" an error of the backward.
 
     Args:
         prepare: is given the sharded model before the step.
         notes_late: an error of the backward is noted, and not raised.
+        tracks_input: the input gets a gradient; without one, nothing below a first unit tells that
+            its backward is over.
     """
     names = [name for name, _ in module.named_parameters()]
     model = shard(ctx, subject, module.to(ctx.device), units, **options)
     prepare(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    x = batch(ctx.rank).to(ctx.device).requires_grad_()
+    x = batch(ctx.rank).to(ctx.device).requires_grad_(tracks_input)
     outputs = call(model, x)
     kinds = kinds_of(model)
     loss: Any = ctx.world_size * sum(map(sum_of_squares, outputs.values()))
     with refusal.caught(Exception if notes_late else ()) as late:
         loss.backward()
-    trained = [name for name, p in model.named_parameters() if p.grad is not None]
+    dtypes = {n: str(p.grad.dtype) for n, p in model.named_parameters() if p.grad is not None}
     if not late["error"]:
         finish(ctx, subject, model)
         optimizer.step()
     return {
-        "trained": None if subject == "fsdp" else trained,
+        "trained": None if subject == "fsdp" else [*dtypes],
+        "dtypes": dtypes,
         "late": late["error"],
         "kinds": kinds,
         "output": {name: output.detach() for name, output in outputs.items()},
@@ -315,7 +332,8 @@ def judge_step(
     )
     plain: Any = build()
     before = {name: p.detach().clone() for name, p in plain.named_parameters()}
-    batches = [batch(rank).requires_grad_() for rank in range(len(ranks))]
+    tracks_input = any(rank["input"]["x"] is not None for rank in ranks)
+    batches = [batch(rank).requires_grad_(tracks_input) for rank in range(len(ranks))]
     outputs = [call(plain, x) for x in batches]
     loss: Any = sum(sum_of_squares(y) for of_rank in outputs for y in of_rank.values())
     loss.backward()

@@ -18,15 +18,20 @@ from torch import nn
 from spec_tests.chapters.fsdp.sharded import (
     BOTH,
     FULLY_SHARD,
+    finish,
     gradients_as_after,
+    inputs,
     judge_step,
     of_integers,
     on_rank,
+    shard,
     step_of,
 )
 from spec_tests.programs.law import same_as_alone, situations
 from spec_tests.programs.laws import refusal
+from spec_tests.rig import judge
 from spec_tests.rig.clause import clauses
+from spec_tests.rig.toys import sum_of_squares
 
 clause = clauses(judges=FULLY_SHARD, level="correct", worlds=(2, 3))
 
@@ -139,6 +144,15 @@ def layers(activation):
     return of_integers(nn.Sequential(nn.Linear(6, 12), activation, nn.Linear(12, 12)))
 
 
+def gradient_of_input(ctx, subject):
+    """The gradient that arrives at this rank's own inputs."""
+    model = shard(ctx, subject, layers(nn.ReLU()).to(ctx.device))
+    x = inputs(ctx.rank).to(ctx.device).requires_grad_()
+    (ctx.world_size * sum_of_squares(model(x))).backward()
+    finish(ctx, subject, model)
+    return {"input": x.grad}
+
+
 @clause(
     "fsdp.backward.inputs-keep-their-gradient",
     judges=BOTH,
@@ -147,9 +161,14 @@ def layers(activation):
 )
 def test_gradients_of_inputs_are_not_averaged(world, subject):
     """The gradient of a rank's inputs MUST be its own, neither averaged nor divided."""
-    ranks = world.run(through_layers, subject, nn.ReLU())
+    ranks = world.run(gradient_of_input, subject)
 
-    judge_step(ranks, partial(layers, nn.ReLU()))
+    expected = []
+    for rank in range(world.size):
+        x = inputs(rank).requires_grad_()
+        (world.size * sum_of_squares(layers(nn.ReLU())(x))).backward()
+        expected.append({"input": x.grad})
+    judge.tensors(ranks, expected, quantity="gradient of the input")
 
 
 @clause(
@@ -343,7 +362,8 @@ def branches():
 
 def branched(ctx, subject, case):
     """A step; every rank calls the unit, each its own layers in it."""
-    return step_of(ctx, subject, branches(), partial(use_own, case), batch=numbered, units="root")
+    call, given = partial(use_own, case), {"batch": numbered, "units": "root"}
+    return step_of(ctx, subject, branches(), call, tracks_input=True, **given)
 
 
 @clause(

@@ -133,8 +133,11 @@ class Structured(nn.Module):
 
     def forward(self, inputs: dict[str, Any]) -> dict[str, Any]:
         x = inputs["x"] * self.gain
-        y, z = held(self.inner(batch=self.inner.make(x, torch.ones_like(x)), scale=2))
-        return {"parts": (y, [z]), "times": 2}
+        batch = self.inner.make(x, torch.ones_like(x))
+        if isinstance(batch, dict):
+            batch["tags"] = ["a", 1]
+        y, z = held(self.inner(batch=batch, scale=2))
+        return {"parts": (y, [z]), "times": 2, "note": "kept"}
 
 
 def built(make: Any) -> Any:
@@ -143,8 +146,10 @@ def built(make: Any) -> Any:
 
 
 def called(model: Any, x: torch.Tensor, second_alone: bool = False) -> dict[str, torch.Tensor]:
-    """Both outputs, or the second alone; a number comes through as it is."""
+    """Both outputs, or the second alone; a number and a word come through as they are."""
     found = model(inputs={"x": x})
+    if found["note"] != "kept":
+        raise AssertionError(f"expected the word 'kept' beside the outputs, got {found['note']!r}")
     first, (second,) = found["parts"]
     return {"second": second} | ({} if second_alone else {"first": first * found["times"]})
 
@@ -154,7 +159,7 @@ def contained(ctx, subject, kind, is_own=False):
     make = (OWN if is_own else KINDS)[kind]
     call = partial(called, second_alone=kind == "second-alone")
     is_noted = kind.startswith("dataclass") and not is_own
-    return step_of(ctx, subject, built(make), call, notes_late=is_noted)
+    return step_of(ctx, subject, built(make), call, notes_late=is_noted, tracks_input=not is_own)
 
 
 @clause(

@@ -177,6 +177,18 @@ def test_a_method_that_is_not_registered_does_not_compute_on_a_shard(world, subj
             judge.tensors([seen], [right], quantity=f"what the method gives on rank {rank}")
 
 
+@clause(
+    "fsdp.lifecycle.registered-method-after-exception",
+    level="correct",
+    needs=("register_fsdp_forward_method",),
+    source="contract: after-exception, full-weights; " + METHODS,
+)
+def test_a_step_after_a_registered_method_raised_is_right(world, subject):
+    """After a caught exception in a registered method the next step MUST be right, or an error."""
+    line = "stack nested freed method: fails 3 middle, evaluate 1, zero_grad none, backward 0"
+    same_as_alone(world, subject, line, looks=("form",))
+
+
 def ignoring(ctx, subject, is_frozen=False, device=""):
     """Whether an ignored parameter is as it was, and types of it and of the others."""
     module = encoder().to(device or ctx.device)

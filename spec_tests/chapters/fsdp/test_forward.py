@@ -97,6 +97,18 @@ def test_what_is_kept_after_forward_changes_no_bit(world, subject, setting):
     judge.tensors(*runs, quantity=quantity, given=f"{setting}, float32, steps of AdamW")
 
 
+@clause(
+    "fsdp.forward.resharding-to-a-part",
+    judges=FULLY_SHARD,
+    source="contract: partial-reshard; "
+    "torch.distributed.fsdp.fully_shard: reshard_after_forward as an int",
+    worlds=(4,),
+)
+def test_resharding_to_a_smaller_world_changes_nothing(world, subject):
+    """With an int, outputs and gradients MUST have the same bits, or the int be refused."""
+    same_as_alone(world, subject, "stack in-part: backward 0, step, backward 1, evaluate 2")
+
+
 class Scales(nn.Module):
     """A factor of bfloat16 and one of float32, with bits that bfloat16 does not have."""
 

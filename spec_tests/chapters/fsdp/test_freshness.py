@@ -118,17 +118,26 @@ def test_an_evaluation_of_a_whole_model_before_a_step_leaves_nothing_stale(world
     """
     outputs, weights = zip(*world.run(stepped_after_evaluation, subject, records), strict=True)
 
-    built, new = oracle.parameters("even", SEED), []
+    built, new, old = oracle.parameters("even", SEED), [], []
     for rank, full in enumerate(weights):
         judge.holds(
             any(not torch.equal(full[name], built[name]) for name in built),
             f"rank {rank}: expected full weights that a step changed, got those of before it",
         )
         x = (TOYS["even"].batch(SEED, rank=rank, micro=9),)
-        plain = torch.func.functional_call(TOYS["even"].build(SEED), full, x)
-        new.append({"output": plain.detach()})
+        plain = TOYS["even"].build(SEED)
+        old.append({"output": plain(*x).detach()})
+        new.append({"output": torch.func.functional_call(plain, full, x).detach()})
     within = rounding(torch.float32, terms=12 * 4 * world.size, depth=4)
-    judge.tensors(outputs, new, quantity="output with the weights of now", within=within)
+    kept = "the output of the weights before the update: a copy was kept"
+    judge.tensors(
+        outputs,
+        new,
+        quantity="output with the weights of now",
+        within=within,
+        hints=[Hint(kept, old)],
+        given="evaluation before the step",
+    )
 
 
 class Ladder(nn.Module):

@@ -171,6 +171,12 @@ class Outer(nn.Module):
         return found
 
 
+def named_like_a_prefix(ctx, subject):
+    """Full parameters by the names under which they are given."""
+    model = shard(ctx, subject, Outer().to(ctx.device), "root")
+    return {n: t.detach().clone() for n, t in ctx.impl.full_parameters(model).items()}
+
+
 @clause(
     "fsdp.init.names-like-a-prefix",
     level="production",
@@ -181,7 +187,13 @@ class Outer(nn.Module):
 )
 def test_a_name_that_holds_a_wrappers_prefix_stays_whole(world, subject):
     """`full_parameters` MUST give the plain names, also those in which `module.` occurs."""
-    judge_full(world.run(full_of, subject, Outer), Outer)
+    ranks = [
+        {name.removeprefix("module."): value for name, value in rank.items()}
+        for rank in world.run(named_like_a_prefix, subject)
+    ]
+    wanted = sorted(name for name, _ in Outer().named_parameters())
+    judge.equal([sorted(rank) for rank in ranks], wanted, quantity="names")
+    judge_full(ranks, Outer)
 
 
 def about(tensor: torch.Tensor) -> dict[str, Any]:
@@ -215,7 +227,14 @@ def judge_descriptions(world, subject, toy, keys):
     }
     wanted = {n: about(p) | sharded for n, p in TOYS[toy].build(SEED).named_parameters()}
     ranks = world.run(described, subject, toy)
-    judge.equal([[*seen] for seen in ranks], [*wanted], quantity="parameters in order")
+    for rank, seen in enumerate(ranks):
+        judge.holds(
+            [*seen] == [*wanted],
+            f"rank {rank}: expected parameters {[*wanted]}, got {[*seen]}",
+            likely="a tied weight became two: one Parameter for both names, as in the plain model"
+            if {*seen} > {*wanted}
+            else "wrapped or flattened: names and order must stay those of the plain model",
+        )
     for name, right in wanted.items():
         said = [{key: seen[name].get(key) for key in keys} for seen in ranks]
         what = f"parameter {name!r} with"
@@ -286,7 +305,7 @@ FACTORS = (1.0, 2.0)
 
 
 def two_of_one_name(ctx, subject):
-    """A step of each of two models whose classes are two, with one name."""
+    """Outputs of two sharded models whose classes are two, with one name."""
     modules = [of_one_name(factor).to(ctx.device) for factor in FACTORS]
     models = [shard(ctx, subject, module, "root") for module in modules]
     x = torch.ones(2, 6, device=ctx.device)

@@ -351,6 +351,8 @@ def test_gradients_of_two_dtypes_are_reduced_in_one(world, subject):
     if ranks is not None:
         build, batch = toy_of("double")
         judge_step(ranks, build, batch=batch)
+        dtypes = {name: str(p.dtype) for name, p in build().named_parameters()}
+        judge.equal([r["dtypes"] for r in ranks], dtypes, quantity="dtypes of gradients")
 
 
 @clause(

@@ -186,10 +186,14 @@ def test_another_dim_is_followed_or_refused(world, subject):
     ranks = world.run(along_columns, subject)
 
     right = (6, 4 // world.size)
-    wrong = [r for r in ranks if r["rows"] != right and "shard_placement_fn" not in r["says"]]
+    wrong = {
+        rank: found
+        for rank, found in enumerate(ranks)
+        if found["rows"] != right and "shard_placement_fn" not in found["says"]
+    }
     judge.holds(
         not wrong,
-        f"expected a local shape of {right}, or an error that says 'shard_placement_fn', got "
-        f"{wrong}",
+        f"expected a local shape of {right}, or an error that says 'shard_placement_fn', got by "
+        f"rank {wrong}",
         likely="the option is taken and not read",
     )

@@ -116,8 +116,9 @@ def test_frozen_parameters_are_gathered_and_not_reduced(world, subject):
 
     *_, last = TOYS["even"].build(0).named_parameters()
     whole = numel("even")
-    frozen = "two frozen parameters: zeros are sent if more is reduced"
-    judge_sent(logs, whole, whole - numel("even", "gain", last[0]), frozen)
+    trained = whole - numel("even", "gain", last[0])
+    given = f"even root, gain and {last[0]} frozen"
+    judge_sent(logs, whole, trained, given, "zeros are sent for frozen parameters")
 
 
 @clause(

@@ -193,7 +193,7 @@ UNIT.near_miss(
 
 MODULE.near_miss(
     "fsdp.methods-end-unguarded",
-    "fsdp.programs.any-production-situation",
+    "fsdp.lifecycle.registered-method-after-exception",
     "- finally:",
     "+ except ArithmeticError:",
     "+     raise",

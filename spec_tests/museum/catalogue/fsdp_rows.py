@@ -117,7 +117,7 @@ FSDP.near_miss(
 
 FSDP.near_miss(
     "fsdp.part-in-wrong-order",
-    "fsdp.programs.any-production-situation",
+    "fsdp.forward.resharding-to-a-part",
     "+ if type(self.reshard_after_forward) is int and self.in_backward:",
     "+     whole = whole.view(self.size(), -1)",
     "+     whole = whole.roll(self.reshard_after_forward, dims=0).reshape(-1)",

@@ -116,7 +116,7 @@ UNIT.near_miss(
 
 UNIT.near_miss(
     "fsdp.half-mean-of-shards",
-    "fsdp.programs.any-production-situation",
+    "fsdp.precision.float16-over-replicas",
     "- return power, 1.0, (factor or first * second) / power",
     "+ return power, 1.0, (factor or first) / power",
     does="Divides by the ranks that shard, where a sum of float16 is divided early.",
