@@ -127,7 +127,8 @@ def same_as_alone(
 
     Args:
         looks: which of `LOOKS` judge as well; True for all.
-        values: whether values judge; a clause on traffic does not fail for wrong ones.
+        values: whether values judge; a clause on traffic does not fail for wrong ones. Of a
+            trainer: whether the losses of evaluations judge; weights always do.
         given: what else is given, for messages.
 
     Raises:
@@ -149,7 +150,7 @@ def same_as_alone(
     if ranks is None:
         return
     if subject in TRAINERS:
-        trained.judge_trained(ranks, scene, program, situation)
+        trained.judge_trained(ranks, scene, program, situation, losses=values)
         return
     if subject in OPTIMIZER:
         judge_updates([rank["seen"] for rank in ranks], situation)

@@ -106,14 +106,22 @@ class OneProcess:
         position: of the rank for which it stands among those ranks.
         declares: what the implementation declares, see `contract.trainer.Trainer`.
         fault: a wrong way that has a name, see `FAULTS`.
+        plus: gives other weights than those of the scene.
     """
 
     def __init__(
-        self, scene: Scene, size: int, position: int, declares: dict[str, Any], fault: str
+        self,
+        scene: Scene,
+        size: int,
+        position: int,
+        declares: dict[str, Any],
+        fault: str,
+        *,
+        plus: int = 0,
     ) -> None:
         self.size, self.position, self.declares, self.fault = size, position, declares, fault
         self.accumulation, self.max_norm = scene["micro-batches"], scene["clipping"]
-        self.module = module_of(scene, plus=position * (fault == "own-start"))
+        self.module = module_of(scene, plus=plus + position * (fault == "own-start"))
         self.optimizer = MakeOptimizer.of(scene)(self.module.named_parameters())
         self.rates = [group["lr"] for group in self.optimizer.param_groups]
         self.saved: dict[str, Any] = {}

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,7 +34,9 @@ from spec_tests.rig import judge
 from spec_tests.rig.judge.oracle import Named, once
 from spec_tests.rig.judge.symptoms import Hint
 from spec_tests.rig.judge.tolerance import Tolerance, rounding
+from spec_tests.rig.ranks.errors import RigError
 from spec_tests.rig.ranks.rank import Context
+from spec_tests.rig.sim.faults import SimError
 from spec_tests.rig.toys import TOYS
 
 _PREFIX = re.compile(r"^((module|_orig_mod)\.)+")  # of DistributedDataParallel, of torch.compile
@@ -177,6 +180,9 @@ class OnRank(Run):
         self.ctx, self.subject, self.device = ctx, subject, ctx.device
         group = ctx.split(scene["group"]) if scene["group"] else None
         self.folder = f"{folder}/{scene.peers(ctx.world_size, ctx.rank)[0]}"
+        if folder:  # it is open whether a save makes the parents of its directory
+            Path(self.folder).mkdir(parents=True, exist_ok=True)
+        self.instead: list[str] = []
         plus += ctx.rank * scene["seeds"]
         module = (module_of(scene, plus=plus) if module is None else module).to(ctx.device)
         given = {"accumulation": scene["micro-batches"], "max_norm": scene["clipping"]}
@@ -209,14 +215,19 @@ class OnRank(Run):
         return self._interrupted(lambda: evaluate(batch | {"raises_in": "forward"}))
 
     def _interrupted(self, call: Callable[[], Any]) -> Named:
-        """Count the caller's exceptions that come out; one may be wrapped in another."""
-        came = 0
+        """Count the caller's exceptions that come out; one may be wrapped in another.
+
+        An error in its place is no refusal: nobody sees where the caller's code failed.
+        """
+        came = False
         try:
             call()
+        except (RigError, SimError):
+            raise
         except Exception as error:
-            came = int(any(isinstance(each, PlantedError) for each in _chain(error)))
+            came = any(isinstance(each, PlantedError) for each in _chain(error))
             if not came:
-                raise
+                self.instead.append(f"{type(error).__name__}: {error}")
         return {"exceptions": torch.tensor(float(came))}
 
     def late(self, rank: str) -> None:
@@ -237,26 +248,40 @@ class OnRank(Run):
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an exception and those that it wraps."""
-    while error is not None:
+    """Yield an exception and those that its traceback shows with it."""
+    known: set[int] = set()
+    while error is not None and id(error) not in known:
+        known.add(id(error))
         yield error
-        error = error.__cause__ or error.__context__
+        context = None if error.__suppress_context__ else error.__context__
+        error = error.__cause__ or context
 
 
 def follow(
     ctx: Context, subject: str, scene: Scene, program: Program, folder: str = "", **options: Any
 ) -> dict[str, Any]:
-    """Return what each call shows, and what the trainer declares (rank body)."""
+    """Return what each call shows, and what the trainer declares (rank body).
+
+    `instead` holds errors that came where the caller's exception was due.
+    """
     rank = OnRank(ctx, subject, scene, folder, **options)
-    return {"seen": rank.follow(program), "declares": rank.declares}
+    seen = rank.follow(program)
+    return {"seen": seen, "declares": rank.declares, "instead": rank.instead}
 
 
 def alone(
-    scene: Scene, program: Program, size: int, rank: int, declares: dict[str, Any], fault: str = ""
+    scene: Scene,
+    program: Program,
+    size: int,
+    rank: int,
+    declares: dict[str, Any],
+    fault: str = "",
+    *,
+    plus: int = 0,
 ) -> Shown:
-    """Return what a rank should see."""
+    """Return what a rank should see; `plus` as in `OnRank`."""
     peers = scene.peers(size, rank)
-    trainer = OneProcess(scene, len(peers), peers.index(rank), declares, fault)
+    trainer = OneProcess(scene, len(peers), peers.index(rank), declares, fault, plus=plus)
     return Run(trainer, scene, trainer.module, peers, rank).follow(program)
 
 
@@ -267,17 +292,36 @@ def within(scene: Scene, steps: int) -> Tolerance:
 
 
 def judge_trained(
-    ranks: Sequence[dict[str, Any]], scene: Scene, program: Program, given: str
+    ranks: Sequence[dict[str, Any]],
+    scene: Scene,
+    program: Program,
+    given: str,
+    *,
+    plus: int = 0,
+    losses: bool = True,
 ) -> None:
-    """After each call every rank must have the weights and the loss that one process has."""
+    """After each call every rank must have the weights and the loss that one process has.
+
+    Args:
+        plus: as in `OnRank`.
+        losses: whether what evaluations return is judged.
+    """
     __tracebackhide__ = True
     declares, size = ranks[0]["declares"], len(ranks)
+    for rank, found in enumerate(ranks):
+        for error in found.get("instead", ()):
+            raise judge.violated(
+                f"rank {rank}: expected the caller's exception, got {error}",
+                likely="an exception of the caller's code is swallowed, and another one comes",
+                given=given,
+            )
 
     def world(fault: str = "") -> list[Shown]:
         def compute() -> list[Shown]:
-            return [alone(scene, program, size, rank, declares, fault) for rank in range(size)]
+            given = (declares, fault)
+            return [alone(scene, program, size, rank, *given, plus=plus) for rank in range(size)]
 
-        return once(("trained", str(scene), program, size, str(declares), fault), compute)
+        return once(("trained", str(scene), program, size, str(declares), fault, plus), compute)
 
     def at(number: int, fault: str = "") -> list[Named]:
         return [rank[number][1] for rank in world(fault)]
@@ -285,6 +329,8 @@ def judge_trained(
     steps = 0
     for number, (call, _) in enumerate(world()[0]):
         steps += call.startswith("train")
+        if call.startswith("evaluate") and not losses:
+            continue
         judge.tensors(
             [rank["seen"][number][1] for rank in ranks],
             at(number),

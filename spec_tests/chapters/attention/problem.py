@@ -16,7 +16,6 @@ Answer = dict[str, torch.Tensor]
 """By name: O, L (the log-sum-exp of each row), dQ, dK, dV."""
 GRADIENTS = ("dQ", "dK", "dV")
 OUTPUT_AND_GRADIENTS = ("O", *GRADIENTS)
-OUTPUT_AND_LSE = ("O", "L")
 ALL = ("O", "L", *GRADIENTS)
 
 WHOLE_TILES = 128

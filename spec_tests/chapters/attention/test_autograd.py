@@ -62,15 +62,20 @@ def attending(ctx, subject, problem):
     return lambda q, k, v: call(ctx, subject, q, k, v, **arguments(problem))
 
 
-def judge_if_any(seen, wanted, likely):
-    """Two digits must be right, where it is no refusal: what is wrong here is wrong by far."""
+def judge_if_any(seen, wanted, what, likely):
+    """Two digits must be right, where it is no refusal: what is wrong here is wrong by far.
+
+    Args:
+        what: the numbers are, for messages.
+    """
     __tracebackhide__ = True
     if isinstance(seen, str):
         return
     for name, right in wanted.items():
-        error = float((seen[name].double() - right.double()).norm() / right.double().norm())
-        finding = f"{name}: expected what is right or an error, got a value off by {error:.2f}"
-        judge.holds(error < 1e-2, finding, likely=likely)
+        size = float(right.double().norm())
+        error = float((seen[name].double() - right.double()).norm())
+        finding = f"{what}, {name}: expected what is right or an error, got a value off by "
+        judge.holds(error <= 1e-2 * size, f"{finding}{error:.3g} of {size:.3g}", likely=likely)
 
 
 def _judge_second(world, subject, *, is_in_a_sum):
@@ -80,7 +85,8 @@ def _judge_second(world, subject, *, is_in_a_sum):
 
     x = inputs(problem).each(torch.Tensor.double).to(torch.device("cpu"))
     defined = penalty(lambda q, k, v: (q @ k.mT * problem.factor).softmax(-1) @ v, x, is_in_a_sum)
-    judge_if_any(seen, defined, "the backward takes what the forward saved for constant")
+    likely = "the backward takes what the forward saved for constant"
+    judge_if_any(seen, defined, "the second derivative", likely)
 
 
 @clause(
@@ -123,7 +129,7 @@ def transformed(ctx, subject, problem, transform):
             tangent = k[:, :, : problem.seq_q]
             moved = torch.func.jvp(lambda q: attend(q, k, v), (q,), (tangent,))[1]
             dq = answer(ctx, subject, problem, x, ("dQ",))["dQ"]
-            return {"O": (moved * x.do).sum()}, {"O": (dq * tangent).sum()}
+            return {"<dO, J t>": (moved * x.do).sum()}, {"<dO, J t>": (dq * tangent).sum()}
         back = (t.flip(2) for t in (q, k, v))
         one_by_one = torch.stack([attend(q, k, v), attend(*back)])
         at_once = torch.vmap(attend)(*(torch.stack([t, t.flip(2)]) for t in (q, k, v)))
@@ -146,7 +152,8 @@ def test_a_transform_is_right_or_refused(world, subject, transform):
     problem = law.fitting(world, subject, Problem(seq_q=20, seq_k=24))
     seen, wanted = observe(world, subject, transformed, problem, transform)
 
-    judge_if_any(seen, wanted, "tangents are dropped where the operator calls its kernel")
+    what = {"jvp": "the product with the Jacobian", "vmap": "two problems at once"}[transform]
+    judge_if_any(seen, wanted, what, "tangents are dropped where the operator calls its kernel")
 
 
 def side_by_side(ctx, subject, problem, way):

@@ -43,7 +43,7 @@ def _measured(world, subject, problem, part):
 def by_length(ctx, subject, problem, part, lengths):
     """Bytes at the peak and kept, of a forward or a whole step, after one that warmed up.
 
-    Peaks after a short one; what is kept as "memory" after one of the same length.
+    Peaks after a short one; what is "kept" after one of the same length.
     """
 
     def measured(length):
@@ -54,7 +54,7 @@ def by_length(ctx, subject, problem, part, lengths):
             out = bodies.forward(ctx, subject, problem, now)
             return torch.autograd.grad(out, (x.q, x.k, x.v), now.do) if part == "step" else out
 
-        step(None if part == "memory" else WHOLE_TILES)
+        step(None if part == "kept" else WHOLE_TILES)
         return footprint.peak_bytes(ctx.device, step)
 
     return bodies.while_cheap(lengths, measured)
@@ -89,7 +89,7 @@ def test_twice_the_length_takes_twice_the_memory(world, subject, problem):
     """Twice the length MUST NOT take more than 2.5 times the peak memory of a step.
 
     Scores take four times as much; what is linear twice, beside tiles of a fixed size. Below the
-    small change an allocator's habits count for more than what is law.asked of it.
+    small change an allocator's habits count for more than what is asked of it.
     """
     _is_linear(world, subject, problem, "step")
 
@@ -97,7 +97,7 @@ def test_twice_the_length_takes_twice_the_memory(world, subject, problem):
 @clause("attention.memory.keeps-no-scores", source="contract: keeps-no-scores; " + MEMORY)
 def test_the_forward_keeps_rows_and_no_matrix(world, subject):
     """A forward MUST leave no more than copies of q, k, v and O, and a few numbers per row."""
-    found, problem = _measured(world, subject, Problem(heads=1), "memory")
+    found, problem = _measured(world, subject, Problem(heads=1), "kept")
 
     x = inputs(problem)
     rows = problem.batch * problem.heads * problem.seq_q
@@ -130,7 +130,7 @@ def test_tiles_that_nobody_sees_are_not_computed(world, subject):
     """Keys 256 or more beyond a row's last visible one MUST NOT be read: NaN has no effect.
 
     A mask after the product hides a finite number; zero times NaN is NaN. Tiles on the diagonal may
-    mix, so nothing is law.asked of the 256 rows before.
+    mix, so nothing is asked of the 256 rows before.
     """
     problem = law.fitting(world, subject, Problem(seq_q=400, heads=1, causal=True))
     changes = [partial(ending_in, value=value) for value in (torch.nan, 0.0)]

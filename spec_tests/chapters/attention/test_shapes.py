@@ -67,7 +67,7 @@ def test_any_lengths_give_the_definitions_output(world, subject, problem):
     "attention.shapes.head-dims",
     source="contract: any-size; flash-attn tests: any head dim up to 256, padded inside",
 )
-@law.problems(law.varied(Problem(seq_q=40), head_dim=(24, 80, 111, 128)))
+@law.problems(law.varied(Problem(seq_q=40), head_dim=(24, 40, 80, 111, 128)))
 def test_any_head_dim_is_right(world, subject, problem):
     """Any head dim MUST give the definition's values, a power of two or not."""
     fitted = law.fitting(world, subject, problem).but(head_dim=problem.head_dim)

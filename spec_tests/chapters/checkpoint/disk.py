@@ -175,21 +175,22 @@ def damaged(directory: str, file: str, how: str, into: str) -> str:
     """A copy of a folder in which one file is "cut" in half, "emptied", "removed" or "flipped".
 
     Of "flipped at 0.5" one bit is, in the middle; much of a file may be padding. A "pickle W" or an
-    "archive W", in torch.save's form, would create the file W if it were unpickled.
+    "archive W", in torch.save's form, would create the folder W if it were unpickled.
     """
     shutil.copytree(directory, into, symlinks=True)
-    path, words = Path(into) / file, how.split()
-    kind, last, data = words[0], words[-1], bytearray(path.read_bytes())
+    path = Path(into) / file
+    kind, _, rest = how.partition(" ")  # the name of a folder may hold a space
+    data = bytearray(path.read_bytes())
     if kind == "removed":
         path.unlink()
     elif kind == "archive":
         with path.open("wb") as stream:  # by its name torch would refuse a hidden file
-            torch.save({"state": Trap(last)}, stream)
+            torch.save({"state": Trap(rest)}, stream)
     elif kind == "pickle":
-        path.write_bytes(pickle.dumps(Trap(last), protocol=2).ljust(len(data), b"\0"))
+        path.write_bytes(pickle.dumps(Trap(rest), protocol=2).ljust(len(data), b"\0"))
     elif kind == "flipped":
         if data:  # an empty file has no bit, and may be a mark
-            data[int(len(data) * float(last))] ^= 0x10
+            data[int(len(data) * float(rest.removeprefix("at ")))] ^= 0x10
         path.write_bytes(data)
     else:
         os.truncate(path, len(data) // 2 if kind == "cut" else 0)

@@ -210,8 +210,8 @@ OPTIMIZERS = {
 }
 
 
-class Sharded:
-    """A toy with what is divided over the ranks: an optimizer's state, or layers and their state.
+class Run:
+    """A toy and its optimizer: its state divided over the ranks, or layers and state, or nothing.
 
     Args:
         kind: "zero1" or "unsharded", where all ranks train on the same batches, or a key of
@@ -247,7 +247,7 @@ class Sharded:
 
 def stopped(ctx, directory, kind):
     """Weights of a run that saves after a step and goes on without stopping."""
-    run = Sharded(ctx, kind, 7)
+    run = Run(ctx, kind, 7)
     run.train(1)
     ctx.impl.save_checkpoint(directory, step=1, model=run.module, optimizer=run.optimizer)
     return run.train(2, 3)
@@ -255,7 +255,7 @@ def stopped(ctx, directory, kind):
 
 def went_on(ctx, directory, kind):
     """Weights of a fresh run that loads and goes on."""
-    run = Sharded(ctx, kind, 8)
+    run = Run(ctx, kind, 8)
     run.train(9)  # whatever was there before must not matter
     ctx.impl.load_checkpoint(directory, model=run.module, optimizer=run.optimizer)
     return run.train(2, 3)
@@ -268,7 +268,7 @@ def stopped_and_went_on(ctx, directory, kind):
 
 def without_a_checkpoint(ctx, kind):
     """Weights where the moments are lost; no implementation may refuse these steps."""
-    run = Sharded(ctx, kind, 7)
+    run = Run(ctx, kind, 7)
     run.train(1)
     run.optimizer.state.clear()
     return run.train(2, 3)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -27,6 +28,8 @@ clause = clauses(judges=LOADER, level="correct", worlds=(1,))
 TIMEOUT_S = 10.0  # none of this reads more than a header
 LENGTH = 40
 SIZE = shards.HEADER_BYTES + 2 * LENGTH
+
+refused = partial(refusal.of_kinds, when="when the loader is made")
 
 # Name to what is passed in place of the right arguments.
 BAD_ARGUMENTS = {
@@ -67,13 +70,13 @@ def with_arguments(ctx, changed):
 def test_bad_arguments_are_refused_at_construction(world, subject, argument):
     """Sizes that are not positive and ranks outside the world MUST be a ValueError at once."""
     changed = BAD_ARGUMENTS[argument]
-    refusal.of_kinds(ending(world, with_arguments, changed), "ValueError", given=str(changed))
+    refused(ending(world, with_arguments, changed), "ValueError", given=str(changed))
 
 
 @clause("data.refusal.no-files", source="contract: no-files; a glob that matches nothing")
 def test_an_empty_list_of_files_is_refused(world, subject):
     """An empty list of files MUST be a ValueError: a glob that matches nothing is no data set."""
-    refusal.of_kinds(ending(world, opened, []), "ValueError", given="no files")
+    refused(ending(world, opened, []), "ValueError", given="no files")
 
 
 def in_environment(ctx, variables, *, is_early=False):
@@ -104,7 +107,7 @@ def test_rank_without_world_size_is_refused(world, subject, variables, is_early)
     """
     alone = {variables: {"RANK": "0", "WORLD_SIZE": "1"}[variables]}
     ranks = ending(world, in_environment, alone, is_early=is_early)
-    refusal.of_kinds(ranks, "ValueError", given=f"{alone} alone in the environment")
+    refused(ranks, "ValueError", given=f"{alone} alone in the environment")
 
 
 @clause("data.refusal.neither-is-one-rank", source="contract: one-rank")
@@ -134,7 +137,7 @@ def test_a_bad_file_is_refused_at_construction(world, subject, damage):
     on one rank first.
     """
     ranks = ending(world, with_damage, damage, first=False)
-    refusal.of_kinds(ranks, "ValueError", given=f"damage {damage!r}")
+    refused(ranks, "ValueError", given=f"damage {damage!r}")
 
 
 @clause("data.refusal.no-file-there", source="contract: absent-files")
@@ -142,7 +145,7 @@ def test_a_bad_file_is_refused_at_construction(world, subject, damage):
 def test_a_path_without_a_file_is_refused_at_construction(world, subject, damage):
     """A missing file or a directory MUST be an error at construction: ValueError, or OSError."""
     ranks = ending(world, with_damage, damage, first=False)
-    refusal.of_kinds(ranks, "ValueError", "OSError", given=f"a path that is {damage}")
+    refused(ranks, "ValueError", "OSError", given=f"a path that is {damage}")
 
 
 def with_length(ctx, size):
@@ -167,7 +170,7 @@ def test_a_file_of_any_other_size_is_refused(world, subject, size):
         judge.equal([rank["error"] for rank in ranks], "", quantity="error", given="a right file")
     else:
         given = f"a shard of {LENGTH} tokens, cut or extended to {size} bytes"
-        refusal.of_kinds(ranks, "ValueError", given=given)
+        refused(ranks, "ValueError", given=given)
 
 
 @clause("data.refusal.names-the-file", level="production", source="one bad file of 103: which?")
@@ -190,7 +193,8 @@ def test_the_message_says_what_was_found(world, subject, damage):
     """The message about a bad file SHOULD hold the number that was found."""
     [error] = ending(world, with_damage, damage, first=True)
 
-    found = {"foreign-magic": {20240801}, "later-version": {2}, "one-token-short": {SIZE - 2, 39}}
+    short = {SIZE - 2, LENGTH - 1}
+    found = {"foreign-magic": {20240801}, "later-version": {2}, "one-token-short": short}
     # As a word: digits of a folder's name are no finding.
     said = any(re.search(rf"\b{number}\b", error["text"]) for number in found[damage])
     judge.holds(said, f"expected one of {found[damage]} in {error['text'] or 'no error'!r}")

@@ -66,7 +66,7 @@ def of_bytes(ctx, data):
     if data is not None:
         path.write_bytes(data)
     try:
-        ctx.impl.summarize_trace(path)
+        return ctx.impl.summarize_trace(path)
     finally:
         path.unlink(missing_ok=True)
 
@@ -104,4 +104,5 @@ def test_the_refusal_names_the_file(world, subject, bad):
     """The message about a bad trace MUST name the file."""
     (found,) = world.run(refusal.raised, of_bytes, BAD[bad]())
 
-    judge.holds("the_bad_one.json" in found["text"], f"expected the name in {found['text']!r}")
+    said = repr(found["text"]) if found["error"] else f"no error, but {found['returned']}"
+    judge.holds("the_bad_one.json" in found["text"], f"expected the name in {said}")

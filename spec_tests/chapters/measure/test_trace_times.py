@@ -23,11 +23,10 @@ clause = clauses(judges=TRACE, level="correct", worlds=(1,))
 @pytest.mark.parametrize("device", DEVICES)
 def test_what_computes_at_once_counts_once(world, subject, device):
     """Computation MUST be the time in which something computes, however much of it at once."""
-    # Inside the first, beside it, next to it.
-    script = (
-        "step 0 0-1000, work 100-300, work 150-250, work 200-400 @1, work 400-500, work 700-750"
-    )
-    line = Timeline.of(script, device)
+    line = Timeline.of("step 0 0-1000", device)
+    line.work(100, 300, name="aten::linear")
+    line.work(150, 250, name="aten::addmm")  # inside the first
+    line.play("work 200-400 @1, work 400-500, work 700-750")  # beside it, next to it
     judged(world, line, compute_us=450, idle_us=550, duration_us=1000)
 
 

@@ -15,7 +15,7 @@ from spec_tests.programs.calls import parsed
 from spec_tests.programs.law import same_as_alone
 from spec_tests.programs.laws import refusal
 from spec_tests.programs.scene import TRAINERS, Scene
-from spec_tests.programs.trained import OnRank, alone, follow
+from spec_tests.programs.trained import OnRank, alone, follow, judge_trained
 from spec_tests.rig import judge
 from spec_tests.rig.clause import clauses
 
@@ -167,7 +167,19 @@ def test_every_group_gets_its_rate(world, subject):
 )
 def test_a_rate_of_zero_keeps_weights(world, subject):
     """With a factor of zero a step MUST leave every weight as it was, and count its momentum."""
-    same_as_alone(world, subject, "mlp momentum: rate 0, train 1, rate 2, train 2, rate 0, train 3")
+    scene = Scene.of("mlp momentum")
+    line = "read, rate 0, train 1, rate 2, train 2, rate 0, train 3"
+    ranks = world.run(follow, subject, scene, parsed(line))
+
+    judge_trained(ranks, scene, parsed(line), given=f"{scene}: {line}")
+    weights = [[found for _, found in rank["seen"]] for rank in ranks]
+    for before, number in ((0, 1), (2, 3)):
+        judge.tensors(
+            [seen[number] for seen in weights],
+            [seen[before] for seen in weights],
+            quantity=f"weight of before step {number}",
+            given=f"a rate of zero in step {number}; {scene}: {line}",
+        )
 
 
 def in_bfloat16(world, subject, words, program):

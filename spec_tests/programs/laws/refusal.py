@@ -48,20 +48,30 @@ def caught(kinds: Kinds = Exception) -> Iterator[dict[str, Any]]:
 
 
 def raised(ctx: Context, body: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """What another body raises, as `caught` notes it (rank body)."""
+    """What another body raises, as `caught` notes it, or `returned`, its words (rank body)."""
+    returned = ""
     with caught() as error:
-        body(ctx, *args, **kwargs)
-    return error
+        found = body(ctx, *args, **kwargs)
+        returned = "" if found is None else str(found)
+    return error | {"returned": returned}
 
 
-def of_kinds(errors: Sequence[dict[str, Any]], *kinds: str, given: str = "") -> None:
-    """Every rank must have raised an error of one of these kinds."""
+def of_kinds(
+    errors: Sequence[dict[str, Any]], *kinds: str, given: str = "", when: str = ""
+) -> None:
+    """Every rank must have raised an error of one of these kinds.
+
+    Args:
+        errors: of `raised`.
+        when: it is due, for messages.
+    """
     __tracebackhide__ = True
-    wanted = " or ".join(kinds)
+    wanted = " ".join(filter(None, (" or ".join(kinds), when)))
     for rank, error in enumerate(errors):
+        none = f"no error, but {error['returned']}" if error["returned"] else "no error"
         judge.holds(
             not {*kinds}.isdisjoint(error["kinds"]),
-            f"rank {rank}: expected a {wanted}, got {error['error'] or 'no error'}",
+            f"rank {rank}: expected a {wanted}, got {error['error'] or none}",
             given=given,
         )
 
