@@ -4,7 +4,8 @@ A tile that is too large spills: what registers cannot hold goes to memory and b
 and costs more than a large tile saves. No row spills on an H100 or H200 but those of `dkdv` and
 `dq` in float32 with head dim 256, and all fit into shared memory.
 `spec_tests.tests.reference.compiled` compiles them without a GPU;
-`spec_tests/bench/results/attention_compiled.txt` has all rows.
+`spec_tests/bench/results/attention_compiled.txt` has all rows as they were compiled on 2026-11-21,
+before any later change of this table.
 A table and no tuning at run time: equal inputs give equal bits in every process.
 
 Products of tiles with 64 rows and more are `wgmma`, Hopper's widest; where accumulators

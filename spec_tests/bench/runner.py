@@ -191,6 +191,7 @@ class Comparison(Benchmark):
         ):
             parser.add_argument(option, type=float, default=default, help=what)
         parser.add_argument("--case", default="", help="words of a table's heading; default: all")
+        parser.add_argument("--add", action="store_true", help="keep --out's tables of other cases")
         super().declare(parser)
 
     def sections(self, options: argparse.Namespace, worlds: Worlds) -> Iterator[Section]:
@@ -288,6 +289,17 @@ def find(name: str) -> Any:
     return importlib.import_module(f"spec_tests.bench.{name}").BENCHMARK
 
 
+def earlier(folder: Path, name: str) -> Iterator[Section]:
+    """Yield the tables that are there, each with when and how it was measured."""
+    record = json.loads((folder / f"{name}.json").read_text())
+    how = "measured: {date}, {command}".format(**record["environment"])
+    _, *texts = re.split(r"^## ", (folder / f"{name}.md").read_text(), flags=re.MULTILINE)
+    for text, result in zip(texts, record["results"], strict=True):
+        heading, _, body = text.strip().partition("\n\n")
+        body += "" if "\n- measured: " in body else f"\n- {how}"
+        yield Section(heading, [body], {"measured": how, **result})
+
+
 def run(name: str, arguments: Sequence[str]) -> int:
     """Measure and write the page; return 1 where a bound is missed or a measurement void."""
     benchmark = find(name)
@@ -298,6 +310,7 @@ def run(name: str, arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     options.impl = options.impl or ["solution"]
     benchmark = benchmark.chosen(options)
+    kept = [*earlier(options.out, benchmark.name)] if getattr(options, "add", False) else []
     sections: list[Section] = []
     worlds = Worlds(max_pools=1)  # at 124M the ranks of one take half of 24 GiB
     status = 0
@@ -308,6 +321,9 @@ def run(name: str, arguments: Sequence[str]) -> int:
     finally:  # who interrupts a long run keeps the tables that are done
         worlds.close()
         if sections:
+            new = {section.heading: section for section in sections}
+            replaced = [new.pop(old.heading, old) for old in kept]
+            sections = replaced + [section for section in sections if section.heading in new]
             environment = machine.environment([name, *arguments])
             environment["device"] = benchmark.device or environment["device"]
             status = write(benchmark, options.out, sections, environment)

@@ -70,6 +70,11 @@ def main(arguments: Sequence[str]) -> int:
     kept = load()
     of = {name: found for name, found in kept.of.items() if name in CATALOGUE}
     seconds, failed = dict(kept.seconds), 0
+
+    def write() -> None:
+        does = {name: CATALOGUE[name].does for name in of}
+        save(Signatures(torch.__version__.partition("+")[0], of, does, seconds))
+
     with Crew(max(1, min(options.side_by_side, len(chosen)))) as crew:
         asked = [(card.id, crew.submit(Job(card.id, signature=True))) for card in chosen]
         for name, future in asked:
@@ -79,8 +84,8 @@ def main(arguments: Sequence[str]) -> int:
             _keep_least(seconds, verdict.seconds)
             words = "; ".join(verdict.complaints) or f"fails {len(verdict.symptoms)} clauses"
             print(f"{name:44} {verdict.duration_s:6.1f} s  {words}", flush=True)
-            does = {name: CATALOGUE[name].does for name in of}
-            save(Signatures(torch.__version__.partition("+")[0], of, does, seconds))
+            write()  # a run that is interrupted keeps what it has taken
+    write()  # without those that are in the catalogue no more, though none was chosen
     print(f"{len(chosen)} signatures, {failed} of them incomplete: {PATH}")
     return int(failed > 0)
 

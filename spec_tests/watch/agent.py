@@ -21,7 +21,7 @@ from typing import Any
 
 from spec_tests.rig.report.text import several
 
-# `data`, `numbers`, `reduction` and `replayed` register norms.
+# `data`, `numbers`, `reduction`, `replayed` and `traffic` register norms.
 from spec_tests.watch import compare, data, numbers, reduction, replayed, traffic  # noqa: F401
 from spec_tests.watch.norm import STEP_CHECKS, Finding, is_must
 from spec_tests.watch.run import Rank, Run, Step

@@ -302,7 +302,8 @@ def all_reduce(original: Any, *arguments: Any, **keywords: Any) -> Any:
 
     quiet(before)()
     result = original(*arguments, **keywords)
-    quiet(after)()
+    if norms:
+        quiet(after)()
     return result
 
 

@@ -63,7 +63,7 @@ STEP_CHECKS: dict[str, Check] = {}
 def norm(id: str, *, source: str) -> Callable[[Check], Check]:
     """Register a check under the norm that its docstring begins with, and name it in findings.
 
-    Of several findings of one norm the first is reported.
+    Of several findings of one norm, the first is reported.
 
     Raises:
         ValueError: for a malformed id or sentence, as of a clause.

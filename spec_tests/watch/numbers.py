@@ -182,13 +182,18 @@ def clip_norm(step: Step) -> Iterator[Finding]:
             found = _clipped_otherwise(clip, whole)
             if found:
                 yield step.finding(rank, found[0], place=place, likely=found[1])
-        elif all(part[1] in ("ddp", "plain") for part in clip["parts"]) and not any(
-            unequal(step, "grads", every=True)
-        ):
+        elif _are_equal_replicas(step, clips):
             # Replicated gradients that differed when they were clipped and are equal in the step.
             words = "expected the norm of the reduced gradients, got one of gradients that differ "
             likely = "gradients are clipped before they are reduced"
             yield step.finding(rank, f"{words}between the ranks", place=place, likely=likely)
+
+
+def _are_equal_replicas(step: Step, clips: dict[int, Any]) -> bool:
+    """Return whether ranks have clipped whole gradients, and are seen to step with equal ones."""
+    kinds = {part[1] for clip in clips.values() for part in clip["parts"]}
+    compared = any(None not in values.values() for _, _, values in step.replicas("grads"))
+    return kinds <= {"ddp", "plain"} and compared and not any(unequal(step, "grads", every=True))
 
 
 def _clipped_otherwise(clip: Any, whole: float) -> tuple[str, str] | None:

@@ -1,10 +1,9 @@
 """What a rank's own process sees: forwards, backwards, optimizer steps, clipping, losses.
 
 Everything is observed by hooks that torch offers for all modules and all optimizers, and by
-wrapping two functions whose arguments no hook shows (`clip_grad_norm_`, `cross_entropy`). No hook
-is left on a module of the script, which may be copied or pickled. Nothing here raises into the
-script, draws a random number, or communicates through its groups; under `torch.compile` a hook
-returns at once.
+wrapping the functions that `calls.start` lists. No hook is left on a module of the script, which
+may be copied or pickled. Nothing here raises into the script, draws a random number, or
+communicates through its groups; under `torch.compile` a hook returns at once.
 """
 
 from __future__ import annotations

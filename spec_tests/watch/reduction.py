@@ -179,16 +179,20 @@ def gradients_equal(step: Step) -> Iterator[Finding]:
 def _reduced_ones(step: Step, rank: int) -> tuple[str, str]:
     """Return which micro-batches DDP reduced, as it decides in their forwards, and what is likely.
 
-    Both are in words, and "" where a forward has no wrapper that decides.
+    Both are in words. The first is "" where a forward has no wrapper that decides, the second
+    where the last one was reduced or has none.
     """
     flags = [forward["syncs"] for forward in step.events[rank]["forwards"]]
-    if len(flags) < 2 or None in flags:
+    if len(flags) < 2:
         return "", ""
+    likely = "the last micro-batch was not reduced: DDP reads no_sync and the flag in the forward"
+    likely *= flags[-1] is False
+    if None in flags:
+        return "", likely
     reduced, left = ([at for at, f in enumerate(flags, 1) if f is flag] for flag in (True, False))
     words = f"micro-batches {', '.join(map(str, reduced))}" if reduced else "no micro-batch"
     off = f"; {', '.join(map(str, left))} ran with no_sync or require_backward_grad_sync=False"
-    likely = "the last micro-batch was not reduced: DDP reads no_sync and the flag in the forward"
-    return f"; of {len(flags)}, DDP reduced {words}{off * bool(left)}", likely * (not flags[-1])
+    return f"; of {len(flags)}, DDP reduced {words}{off * bool(left)}", likely
 
 
 @step_norm("watch.replicas.begin-equal", source=_LI)

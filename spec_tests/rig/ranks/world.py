@@ -302,9 +302,10 @@ _NO_CUDA = re.compile(
 )
 
 
-# Errors that Python raises for a fault of the code, whatever name they hold: of a key, a variable,
-# an attribute, an argument. They report a missing device only where a `raise` made them.
+# Errors that Python raises itself, for a missing key, name, attribute, argument or file, whatever
+# name they hold. They report a missing device only where a `raise` made them.
 _OF_PYTHON = ("LookupError", "NameError", "AttributeError", "TypeError", "OSError")
+_RAISE = re.compile(r"(?:^|[:;])\s*raise\b")
 # What the extension of a torch without CUDA leaves out.
 _LEFT_OUT = re.compile(r"module 'torch\._C' has no attribute '_cuda")
 
@@ -317,8 +318,10 @@ def _needs_cuda(error: RemoteError) -> str:
     """
     last = error.frames[-1] if error.frames else None
     line = linecache.getline(last.filename, last.lineno).strip() if last else ""
-    is_of_python = any(map(error.is_a, _OF_PYTHON))
-    if is_of_python and not line.startswith("raise") and not _LEFT_OUT.search(error.message):
+    is_of_python, is_raised = any(map(error.is_a, _OF_PYTHON)), _RAISE.search(line)
+    if last and error.is_a("AttributeError") and last.filename.startswith(_TORCH):
+        is_raised = None  # by `nn.Module`, in the place of Python
+    if is_of_python and not is_raised and not _LEFT_OUT.search(error.message):
         return ""
     words = [error.message.partition("\n")[0]]
     if error.is_a("AssertionError"):

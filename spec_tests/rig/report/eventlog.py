@@ -32,7 +32,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Self
 
-from spec_tests.rig.outcomes import Event, count_outcomes, judge_run
+from spec_tests.rig.outcomes import LEVELS, Event, Outcome, Strength, count_outcomes, judge_run
 
 _DEFAULTS: Event = {
     **dict.fromkeys(("case", "node", "transport", "message", "rerun"), ""),
@@ -79,8 +79,15 @@ class EventLog:
         )
 
     def result(self, *, outcome: str, strength: str, level: str, **more: Any) -> Event:
-        """Append what one case came to; `more` has clause and implementation, and any default."""
+        """Append what one case came to; `more` has clause and implementation, and any default.
+
+        Raises:
+            ValueError: An outcome, strength or level that a log does not know.
+        """
         words = {"outcome": str(outcome), "strength": str(strength), "level": str(level)}
+        for what, known in (("outcome", Outcome), ("strength", Strength), ("level", LEVELS)):
+            if words[what] not in [*map(str, known)]:
+                raise ValueError(f"expected {what} in {', '.join(known)}; got {words[what]!r}")
         event = {"event": "result", **_DEFAULTS, **words, **more}
         return self._append({**event, "duration_s": round(event["duration_s"], 6)})
 

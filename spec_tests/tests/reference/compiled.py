@@ -100,4 +100,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("dtype", choices=TYPES)
     parser.add_argument("head_dim", type=int)
-    sys.stdout.write(json.dumps(main(**vars(parser.parse_args())), indent=1) + "\n")
+    options = parser.parse_args()
+    if cuobjdump() is None:
+        parser.error("needs Triton with its assembler: pip install -e '.[triton]'")
+    sys.stdout.write(json.dumps(main(**vars(options)), indent=1) + "\n")

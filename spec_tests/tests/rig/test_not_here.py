@@ -17,11 +17,12 @@ import pytest
 import torch
 
 from spec_tests.chapters.attention import interpreter
+from spec_tests.rig.outcomes import Outcome
 from spec_tests.rig.ranks import not_here
 from spec_tests.rig.ranks.errors import RankRaised
 from spec_tests.rig.ranks.rank import Context
 from spec_tests.rig.ranks.world import Worlds
-from spec_tests.tests.rig.helpers import CHECKOUTS, python, replaced
+from spec_tests.tests.rig.helpers import CHECKOUTS, judged, python, replaced
 
 CS336 = CHECKOUTS / "cs336_2026"
 
@@ -135,6 +136,40 @@ def test_an_error_is_recognised_by_its_words_and_its_place(file, statement, advi
     if file != "mine.py":
         error = raised("mine.py", statement)
         assert not_here.translated(error) is error
+
+
+# ------------------------------------------------------------------------------- a missing device
+
+WITHIN_DDP = """
+import torch
+
+class Wrapper(torch.nn.Module):
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+        weight = next(module.parameters())
+        {}
+
+def ddp(module):
+    return Wrapper(module)
+"""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+@pytest.mark.parametrize(
+    ("statement", "outcome"),
+    [
+        ("if not weight.is_cuda: raise TypeError('expected a CUDA tensor')", Outcome.NOT_HERE),
+        ("weight.is_cuda or {}['cuda']", Outcome.FAILED),
+        ("self.gpu_buffer", Outcome.FAILED),
+    ],
+    ids=["raised in one line", "a key", "an attribute of a module"],
+)
+def test_an_error_about_cuda_is_told_from_a_fault_of_the_code(
+    module_worlds: Worlds, mine, statement: str, outcome: Outcome
+):
+    found = judged(mine(WITHIN_DDP.replace("{}", statement)), module_worlds)
+    assert found.outcome is outcome, found.message
 
 
 # ------------------------------------------------------------------------------ imports that fail

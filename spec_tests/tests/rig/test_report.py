@@ -283,6 +283,23 @@ def test_text_that_utf8_lacks_does_not_stop_the_run(tmp_path: Path):
     assert reasons[0] == "problem: mine.toml, entry 1: matched nothing"
 
 
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"outcome": "pass"}, "expected outcome in not_offered, .*; got 'pass'"),
+        ({"strength": "must"}, "expected strength in MUST, SHOULD, MAY; got 'must'"),
+        ({"level": "perfect"}, "expected level in course, correct, production; got 'perfect'"),
+    ],
+    ids=["outcome", "strength", "level"],
+)
+def test_an_unknown_word_is_refused_when_it_is_written(tmp_path: Path, fields, said):
+    with (
+        EventLog.start(tmp_path / "events.jsonl", **START) as log,
+        pytest.raises(ValueError, match=said),
+    ):
+        add(log, **fields)
+
+
 def test_the_header_names_the_machine():
     found = environment()
     assert found["suite"][0].isdigit()

@@ -52,6 +52,15 @@ def test_the_first_finding_is_told_at_once_and_chapters_as_they_end():
     ], "in clauses, however many cases they have"
 
 
+def test_chapters_of_several_implementations_are_told_apart():
+    told: list[str] = []
+    live: Any = Live(told.append, is_mixed=True)
+    for event in (result(), result("failed", implementation="torch")):
+        live.pytest_runtest_logreport(SimpleNamespace(trainspec=event, nodeid="f.py::test[w2]"))
+    live.pytest_sessionfinish()
+    assert told[0].startswith("ddp         solution pass 1; torch FAIL 1 ")
+
+
 def test_progress_names_the_clause_and_counts_those_that_have_ended():
     shown: Any = SimpleNamespace(say=lambda what: said.append(what), is_to_end=False)
     said: list[str] = []

@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from spec_tests.tests.rig.helpers import ROOT, python
 from spec_tests.tests.rig.watched import SCRIPTS, find
 from spec_tests.tests.rig.watched.trial import Outcome, run
-from spec_tests.watch import replay, replayed
+from spec_tests.watch import numbers, replay, replayed, traffic
 from spec_tests.watch.command import norms
 from spec_tests.watch.layout import Names
 from spec_tests.watch.norm import Finding
+from spec_tests.watch.run import Collective, Event, Run, Step
 from spec_tests.watch.verdict import Verdict, causes_of, render
 
 RIGHT = [name for name in SCRIPTS if name != "libraries"]  # needs a library that CI has not
@@ -306,6 +307,44 @@ def test_a_step_of_the_reference_s_own_sharding_is_computed_again(is_right: bool
     assert "step 2 computed again" in outcome.verdict.replayed, shown(outcome)
     assert set(outcome.norms) == (set() if is_right else {"watch.replay.gradients"})
     assert is_right or "(6 tensors)" in outcome.verdict.causes[0].finding.text
+
+
+# ------------------------------------------------------------------------- what single checks tell
+
+
+def test_collectives_of_another_size_are_told_with_both_ranks():
+    sizes = {0: ((4,),), 1: ((5,),)}
+    sent = {r: Collective(0, "0", 7, "all_reduce", s, ("Float",)) for r, s in sizes.items()}
+    (found,) = traffic.collectives_match(sent)
+    assert "rank 1: expected all_reduce(4) of rank 0 as collective 7" in found.text
+    assert "got all_reduce(5)" in found.text
+    assert not list(traffic.collectives_match({0: sent[0], 1: sent[0]}))
+
+
+def clipped(name: str, kind: str, norm: float) -> Event:
+    """What a rank tells of a step with one parameter that was clipped, in what matters here."""
+    entry = {"name": name, "kind": kind, "shape": [2], "ranks": [], "shard": []}
+    clip = {"parts": [[norm, kind, []]], "kind": 2.0, "max": 1.0, "partial": 0, "place": "it.py:1"}
+    return {"clip": clip, "layout": [entry], "grads": ["same"], "place": "it.py:2"}
+
+
+@pytest.mark.parametrize(
+    ("other", "is_told"),
+    [
+        (clipped("a", "plain", 4.0), True),
+        (clipped("b", "plain", 4.0), False),
+        (clipped("a", "tensor", 4.0), False),
+        (clipped("a", "sharded", 4.0), False),
+    ],
+    ids=["replicas", "another parameter", "tensor-parallel", "sharded"],
+)
+def test_gradients_that_are_no_replicas_may_differ_when_they_are_clipped(
+    other: Event, is_told: bool
+):
+    found = list(numbers.clip_norm(Step(Run(), 0, 2, {0: other, 1: clipped("a", "plain", 2.0)})))
+    assert [each.likely for each in found] == ["gradients are clipped before they are reduced"] * (
+        is_told
+    )
 
 
 # ------------------------------------------------------------------------------------------ verdict
