@@ -362,8 +362,8 @@ def branches():
 
 def branched(ctx, subject, case):
     """A step; every rank calls the unit, each its own layers in it."""
-    call, given = partial(use_own, case), {"batch": numbered, "units": "root"}
-    return step_of(ctx, subject, branches(), call, tracks_input=True, **given)
+    call = partial(use_own, case)
+    return step_of(ctx, subject, branches(), call, batch=numbered, units="root", tracks_input=True)
 
 
 @clause(
