@@ -75,8 +75,10 @@ def matches(clause: Clause, patterns: Iterable[str]) -> bool:
 
 def first_of_each_task(subject: str, text: str) -> list[Clause]:
     """The easiest clause of each task that a course or the contract asks for."""
-    named = {function.name for function in functions_of(text)}
-    chapter = [c for c in clauses_of(subject, "correct") if named.issuperset(c.needs)]
+    named = [function.name for function in functions_of(text)]
+    begun = [name for name in named if name in FUNCTIONS][:1]  # what the later ones build on
+    chapter = [c for c in clauses_of(subject, "correct") if {*named}.issuperset(c.needs)]
+    chapter.sort(key=lambda c: bool(c.judges) and not {*begun} & {*c.judges})
     found = (next((c for c in chapter if matches(c, each)), None) for each in skeletons.tasks(text))
     return [clause for clause in found if clause is not None]
 

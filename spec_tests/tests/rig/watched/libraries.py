@@ -22,6 +22,9 @@ def build(seed):
 
 def main():
     args = frame.arguments()
+    if not importlib.util.find_spec("accelerate"):
+        print("Accelerate is not installed")
+        sys.exit(0)
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
@@ -45,7 +48,4 @@ def main():
 
 
 if __name__ == "__main__":
-    if not importlib.util.find_spec("accelerate"):
-        print("Accelerate is not installed")
-        sys.exit(0)
     main()
