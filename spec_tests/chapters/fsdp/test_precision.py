@@ -350,9 +350,9 @@ def test_gradients_of_two_dtypes_are_reduced_in_one(world, subject):
     ranks = refusal.answer_or_refusal(world, of_two_dtypes, subject, "double", ordinary=usual)
     if ranks is not None:
         build, batch = toy_of("double")
-        judge_step(ranks, build, batch=batch)
         dtypes = {name: str(p.dtype) for name, p in build().named_parameters()}
         judge.equal([r["dtypes"] for r in ranks], dtypes, quantity="dtypes of gradients")
+        judge_step(ranks, build, batch=batch)
 
 
 @clause(
