@@ -2,9 +2,9 @@
 
 A layout says of each parameter how its gradient lies on the ranks: "plain" (replicas, after data
 parallelism), "shard" (a DTensor divided on dim 0, after FSDP), "replicate" (a DTensor that all
-ranks hold), "hybrid" (divided inside a node, replicated between nodes), "line" (divided over all
-ranks, also where others are on a mesh of two dims), "none". The whole gradient is a function of the
-name, so the parent knows what is right.
+ranks hold), "hybrid" (divided inside a node, replicated between nodes), "across" (divided between
+nodes, replicated inside), "line" (divided over all ranks, also where others are on a mesh of two
+dims), "none". The whole gradient is a function of the name, so the parent knows what is right.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ PLAIN = dict.fromkeys("abcd", "plain")
 MIXED = {"a": "shard", "b": "plain", "c": "shard", "d": "plain"}
 HYBRID = {"a": "hybrid", "b": "hybrid", "c": "replicate"}
 TWO_MESHES = {"a": "hybrid", "b": "line", "c": "line"}  # as of experts, and of dense weights
+TWO_OF_ONE_SIZE = {"a": "hybrid", "b": "across", "c": "across"}
 
 Layout = Mapping[str, str]
 
@@ -60,10 +61,14 @@ def parameters(ctx: Context, layout: Layout, scale: float = 1.0) -> dict[str, nn
         mesh = ctx.mesh((2, ctx.world_size // 2))
     elif {"shard", "replicate"} & {*layout.values()}:
         mesh = ctx.mesh((ctx.world_size,))
-    line = ctx.mesh((ctx.world_size,)) if "line" in layout.values() else None
+    other = None
+    if "line" in layout.values():
+        other = ctx.mesh((ctx.world_size,))
+    elif "across" in layout.values():
+        other = ctx.mesh((ctx.world_size // 2, 2), by_column=True)
     found = {}
     for name, how in layout.items():
-        gradient = _laid_out(whole(name, scale), how, line if how == "line" else mesh)
+        gradient = _laid_out(whole(name, scale), how, other if how in ("line", "across") else mesh)
         found[name] = nn.Parameter(torch.zeros_like(gradient))
         if how != "none":
             found[name].grad = gradient
@@ -162,6 +167,7 @@ def _own(tensor: torch.Tensor, how: str, rank: int, size: int) -> torch.Tensor:
         return half.chunk(inside, columns)[rank % inside]
     over_all = (rank, size)
     divisions = {"shard": over_all, "line": over_all, "hybrid": (rank % inside, inside)}
+    divisions["across"] = (rank // inside, 2)
     number, of = divisions.get(how, (0, 1))
     parts = tensor.chunk(of, rows)
     return parts[number] if number < len(parts) else empty
@@ -181,10 +187,11 @@ def mistakes(layout: Layout, size: int, order: float) -> list[tuple[str, list[Na
         found.append(("what several ranks hold counted once for each of them", {"norm": every}))
     elif order != 1:
         found.append(("the ranks' norms were added, not their p-th powers", {"norm": norms.sum()}))
-    if kinds == {"hybrid", "line"}:
-        inside = size if next(iter(layout.values())) == "line" else size // 2
-        nodes = [norms[rank - rank % inside :][:inside] for rank in range(size)]
-        over_first = [{"norm": node.pow(order).sum() ** (1 / order)} for node in nodes]
+    if kinds in ({"hybrid", "line"}, {"hybrid", "across"}):
+        first, inside = next(iter(layout.values())), size // 2
+        group = [{"hybrid": r // inside, "across": r % inside}.get(first, 0) for r in range(size)]
+        peers = [torch.tensor([group[r] == each for r in range(size)]) for each in group]
+        over_first = [{"norm": norms[own].pow(order).sum() ** (1 / order)} for own in peers]
         found.append(("summed over the ranks of the first one's mesh alone", over_first))
     if "hybrid" in kinds:
         copies = {name: how for name, how in layout.items() if how == "hybrid"}

@@ -22,6 +22,7 @@ from spec_tests.chapters.clip.layouts import (
     PLAIN,
     SHARDED,
     TWO_MESHES,
+    TWO_OF_ONE_SIZE,
     clip,
 )
 from spec_tests.programs.laws import refusal, traffic
@@ -114,9 +115,10 @@ def test_each_of_two_axes_that_divide_is_summed_over(world):
     worlds=(4,),
 )
 @pytest.mark.parametrize("first", ["a", "b"])
-def test_gradients_on_two_meshes_count_together_or_are_refused(world, first):
+@pytest.mark.parametrize("meshes", [TWO_MESHES, TWO_OF_ONE_SIZE], ids=["sizes", "one-size"])
+def test_gradients_on_two_meshes_count_together_or_are_refused(world, meshes, first):
     """Gradients on meshes of different ranks MUST give the norm of all, or be refused."""
-    layout = {first: TWO_MESHES[first], **TWO_MESHES}
+    layout = {first: meshes[first], **meshes}
     ranks = refusal.answer_or_refusal(world, clip, layout, ordinary=(clip, SHARDED))
 
     if ranks is not None:
@@ -141,10 +143,12 @@ def test_a_tensor_that_is_listed_twice_counts_and_shrinks_once(world):
     """A tensor that is listed twice MUST be counted once and scaled once."""
     norm = layouts.norm(PLAIN)
     wanted = {name: layouts.whole(name).double() * 2.0 / norm for name in PLAIN}
+    twice = (norm**2 + layouts.whole("a").double().square().sum()) ** 0.5
     judge.tensors(
         [{k: v.double() for k, v in seen.items()} for seen in world.run(listed_twice)],
         {"norm": norm, **wanted},
         quantity="norm, or gradient",
+        hints=[Hint("a tensor that is listed twice counted twice", {"norm": twice})],
         within=layouts.within().plus(1e-6 / float(norm), "what keeps torch from dividing by zero"),
     )
 

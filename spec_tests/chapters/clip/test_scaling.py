@@ -100,15 +100,20 @@ def test_a_limit_of_zero_leaves_zeros(world, scale):
     judge.tensors([rank["gradients"] for rank in ranks], zeros, quantity="gradient")
 
 
-TURNS = (torch.float32, torch.float64, torch.float32, torch.float64)
+TURNS = {
+    "wide": (torch.float32, torch.float64) * 2,
+    "narrow-first": (torch.bfloat16, torch.float32) * 2,
+    "narrow-last": (torch.float32, torch.bfloat16) * 2,
+}
+FACTOR = 0.3  # no dtype holds it
 
 
-def of_dtypes_in_turn(ctx):
-    """Gradients of 4, whose norm is 16, after they are clipped to 8; by number."""
-    parameters = [torch.nn.Parameter(torch.zeros(4, dtype=d, device=ctx.device)) for d in TURNS]
+def of_dtypes_in_turn(ctx, turns):
+    """Gradients of 4, whose norm is 16, after they are clipped; by number."""
+    parameters = [torch.nn.Parameter(torch.zeros(4, dtype=d, device=ctx.device)) for d in turns]
     for parameter in parameters:
         parameter.grad = torch.full_like(parameter, 4.0)
-    ctx.impl.clip_grad_norm_(parameters, 8.0)
+    ctx.impl.clip_grad_norm_(parameters, 16 * FACTOR)
     return {str(n): p.grad.double() for n, p in enumerate(parameters) if p.grad is not None}
 
 
@@ -119,16 +124,27 @@ def of_dtypes_in_turn(ctx):
     "torch.utils._foreach_utils groups tensors by dtype; itertools.groupby, runs of one",
     worlds=(1,),
 )
-def test_gradients_of_dtypes_in_turn_shrink_alike(world):
+@pytest.mark.parametrize("turns", TURNS)
+def test_gradients_of_dtypes_in_turn_shrink_alike(world, turns):
     """Gradients whose dtypes come in turn MUST all shrink by the factor, once."""
-    halves = {str(n): torch.full((4,), 2.0, dtype=torch.float64) for n in range(len(TURNS))}
-    judge.tensors(
-        world.run(of_dtypes_in_turn),
-        halves,
-        quantity="gradient times 0.5",
-        within=rounding(torch.float32, terms=16),
-        hints=[Hint("not scaled", {name: half * 2 for name, half in halves.items()})],
-    )
+    dtypes = TURNS[turns]
+    ranks = world.run(of_dtypes_in_turn, dtypes)
+    whole = {str(n): torch.full((4,), 4.0, dtype=torch.float64) for n in range(len(dtypes))}
+    for dtype in dict.fromkeys(dtypes):
+        names = [str(n) for n, each in enumerate(dtypes) if each is dtype]
+        judge.tensors(
+            [{name: rank.get(name) for name in names} for rank in ranks],
+            {name: whole[name] * FACTOR for name in names},
+            quantity=f"{dtype} gradient times {FACTOR}",
+            within=rounding(torch.bfloat16 if dtype is torch.bfloat16 else torch.float32, terms=16),
+            hints=[
+                Hint("not scaled", {name: whole[name] for name in names}),
+                Hint(
+                    "times the factor in bfloat16, the dtype of another gradient",
+                    {name: whole[name] * float(torch.tensor(FACTOR).bfloat16()) for name in names},
+                ),
+            ],
+        )
 
 
 @clause(

@@ -161,13 +161,26 @@ class Context:
             raise ValueError(f"rank {self.rank} is in none of the groups {groups}")
         return mine
 
-    def mesh(self, sizes: tuple[int, ...], names: tuple[str, ...] | None = None) -> DeviceMesh:
+    def mesh(
+        self,
+        sizes: tuple[int, ...],
+        names: tuple[str, ...] | None = None,
+        *,
+        by_column: bool = False,
+    ) -> DeviceMesh:
         """A mesh over all ranks. Its groups are destroyed when the body ends.
+
+        Args:
+            by_column: neighbours lie in a column, where they ordinarily lie in a row.
 
         Each thread of gloo looks for work a hundred times a second: forty groups that nobody uses
         any more take a third of two cores.
         """
-        mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=names)
+        if by_column:
+            ranks = torch.arange(self.world_size).reshape(sizes[::-1]).T
+            mesh = DeviceMesh(self.device.type, ranks.contiguous(), mesh_dim_names=names)
+        else:
+            mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=names)
         self._groups += [group for group in mesh.get_all_groups() if group != dist.group.WORLD]
         return mesh
 
