@@ -115,7 +115,7 @@ def test_every_deviation_of_torch_has_a_finding_or_a_reason_for_none():
 def run(name: str, folder: Path) -> tuple[int, str, str]:
     """Write the script of a finding and run it, with the packages that are installed alone."""
     [path] = write(name, folder)
-    command = [sys.executable, "-I", path]
+    command = [sys.executable, "-I", str(path)]
     ended = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     return ended.returncode, ended.stdout, ended.stderr
 
