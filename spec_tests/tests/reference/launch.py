@@ -209,6 +209,24 @@ def torchrun(
         agent.close()
 
 
+_FORKED = """\
+import functools, sys, torch.multiprocessing
+spawned = torch.multiprocessing.start_processes
+torch.multiprocessing.spawn = functools.partial(spawned, start_method="fork")
+exec(compile(open(sys.argv[1]).read(), sys.argv[1], "exec"), {"__name__": "__main__"})
+"""
+
+
+def run_script(text: str, folder: Path) -> Outcome:
+    """Run a script that may spawn ranks; return how it ended.
+
+    Its ranks are forked, so that neither they nor the script import torch: a script of two ranks
+    takes a second in place of ten.
+    """
+    (folder / "forked.py").write_text(text, encoding="utf-8")
+    return start(_FORKED, ["forked.py"], folder=folder, name="script").wait()
+
+
 def solution(name: str) -> Any:
     """Return a module of the reference, in a rank: the suite's own process never imports it."""
     return importlib.import_module(f"solution.{name}")

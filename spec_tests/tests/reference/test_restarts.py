@@ -49,43 +49,27 @@ def flags(data, folder, *more):
     return (*SMALL, *STEPS, "--data", data, "--out", folder, "--checkpoint-dir", "saved", *more)
 
 
-@pytest.fixture(scope="session")
-def unstopped(data, tmp_path_factory):
-    """The fingerprint of the weights of a run that was not stopped."""
-    folder = tmp_path_factory.mktemp("unstopped")
-    trained(data, folder, *STEPS)
-    return summary(folder)["weights_sha256"]
-
-
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=lambda number: number.name)
-def test_a_run_that_was_stopped_goes_on_to_the_same_weights(data, unstopped, tmp_path, number):
-    arguments = flags(data, tmp_path)
+def test_one_rank_stops_when_told_to_goes_on_to_the_same_weights_and_stays_done(data, tmp_path):
+    """The same after SIGKILL: the test with torchrun."""
+    (tmp_path / "unstopped").mkdir()
+    trained(data, tmp_path / "unstopped", *STEPS)
+    arguments = flags(data, tmp_path, "--keep", 2)
     started = start(BASELINE, arguments, folder=tmp_path)
     after_steps(started, tmp_path, 3)
-    os.kill(started.pid, number)
-    stopped = started.wait()
+    os.kill(started.pid, signal.SIGTERM)
+    started.wait().require(INTERRUPTED, "told to stop; saved after step")
 
     again = run(BASELINE, *arguments, folder=tmp_path)
-
-    if number == signal.SIGTERM:
-        stopped.require(INTERRUPTED, "told to stop; saved after step")
     assert "going on after step" in again.out
-    assert summary(tmp_path)["weights_sha256"] == unstopped
+    whole = summary(tmp_path / "unstopped")
+    assert summary(tmp_path)["weights_sha256"] == whole["weights_sha256"]
     assert [line["step"] for line in steps(tmp_path)] == list(range(1, 21))
-    assert not list((tmp_path / "saved").glob(".*"))
+    kept = sorted(path.name for path in (tmp_path / "saved").iterdir())
+    assert kept == ["step-00000019", "step-00000020"]
 
-
-def test_what_is_done_stays_done_and_other_settings_are_refused(data, tmp_path):
-    run(BASELINE, *flags(data, tmp_path, "--keep", 2), folder=tmp_path)
-    again = run(BASELINE, *flags(data, tmp_path), folder=tmp_path)
+    assert "going on after step 20" in run(BASELINE, *arguments, folder=tmp_path).out
     other, says = flags(data, tmp_path, "--learning-rate", 1), "learning_rate 1.0 (saved: 0.0003)"
     run(BASELINE, *other, folder=tmp_path, status=1, says=says)
-
-    assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == [
-        "step-00000019",
-        "step-00000020",
-    ]
-    assert "going on after step 20" in again.out
 
 
 # ---------------------------------------------------------------------------------- torchrun

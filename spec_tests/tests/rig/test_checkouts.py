@@ -68,6 +68,7 @@ def judged(tmp_path_factory: pytest.TempPathFactory):
     chosen = [word for each in asked for word in ("--impl", each)]
     chosen += [word for each in CLAUSES for word in ("--clause", each)]
     flags = ["--level", "course", "--points", "cs336", "--report", str(folder)]
+    flags += ["--transport", "sim"]
     ended = python("-m", "spec_tests", *chosen, *flags)
     assert (folder / "events.jsonl").is_file(), ended.stdout + ended.stderr
     events = read_log(folder / "events.jsonl")

@@ -13,6 +13,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from spec_tests.rig import autograder, submit
 from spec_tests.tests.rig.helpers import CHECKOUTS, ROOT, python
 
 ITEM = "FlashAttention-2, backward"  # with the fewest clauses
@@ -21,22 +22,21 @@ CLAUSES = ("--clause", "attention.shapes.without-heads,attention.gradients.value
 OWN_TEST = "def test_of_the_course():\n    import tests.adapters\n"
 
 
-@pytest.fixture
-def checkout(tmp_path: Path) -> Path:
+def checkout(folder: Path, name: str) -> Path:
     """A hand-in with a test of its own, and with what nobody hands in."""
-    folder = tmp_path / "my work"
-    shutil.copytree(CHECKOUTS / "cs336_2026", folder)
+    shutil.copytree(CHECKOUTS / name, folder)
     (folder / "tests" / "test_all.py").write_text(OWN_TEST)
-    for name in ("weights.pt", ".venv/bin/python", "cs336_systems/__pycache__/a.pyc", ".env"):
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text("not to be handed in")
+    for junk in ("weights.pt", ".venv/bin/python", "cs336_systems/__pycache__/a.pyc", ".env"):
+        (folder / junk).parent.mkdir(parents=True, exist_ok=True)
+        (folder / junk).write_text("not to be handed in")
     return folder
 
 
-def test_a_checkout_is_judged_and_packed(checkout: Path, tmp_path: Path):
-    out = tmp_path / "hand-in.zip"
-    ended = python("-m", "spec_tests", "submit", f"cs336:{checkout}", str(out), *CLAUSES)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
+def test_a_checkout_is_judged_and_packed_though_a_clause_fails(tmp_path: Path):
+    mine, out = checkout(tmp_path / "my work", "cs336_faulty"), tmp_path / "hand-in.zip"
+    clause = ("--clause", "zero1.state.divided", "--transport", "sim", *LEVEL)
+    ended = python("-m", "spec_tests", "submit", f"cs336:{mine}", str(out), *clause)
+    assert ended.returncode == 1, ended.stdout + ended.stderr
     with zipfile.ZipFile(out) as archive:
         names = set(archive.namelist())
         own, ours = (
@@ -44,37 +44,38 @@ def test_a_checkout_is_judged_and_packed(checkout: Path, tmp_path: Path):
             for name in ("test_results.xml", "trainspec/junit.xml")
         )
         results = json.loads(archive.read("trainspec/results.json"))
-    assert {"tests/adapters.py", "cs336_systems/ddp.py", "trainspec/index.html"} <= names
+        assert "failed" in archive.read("trainspec/summary.md").decode()
+    assert {"tests/adapters.py", "cs336_systems/parallel.py", "trainspec/index.html"} <= names
     assert not {name for name in names if "not to be" in name or name.endswith((".pt", ".pyc"))}
     assert not {name for name in names if name.startswith(".") or "/." in name}
     assert [case.get("name") for case in own.iter("testcase")] == ["test_of_the_course"]
     assert len([*ours.iter("testcase")]) >= 2
-    assert results["extra_data"]["implementation"] == f"cs336:{checkout}"
+    assert results["extra_data"]["implementation"] == f"cs336:{mine}"
 
 
-def test_a_failing_checkout_is_packed_and_says_so(tmp_path: Path):
-    faulty, out = f"cs336:{CHECKOUTS / 'cs336_faulty'}", tmp_path / "hand-in.zip"
-    clause = ("--clause", "zero1.state.divided", *LEVEL)
-    ended = python("-m", "spec_tests", "submit", faulty, str(out), *clause)
-    assert ended.returncode == 1, ended.stdout + ended.stderr
-    assert "tests of the course: none" in ended.stdout
-    with zipfile.ZipFile(out) as archive:
-        assert "failed" in archive.read("trainspec/summary.md").decode()
+@pytest.mark.parametrize("status", [0, 2])
+def test_what_was_judged_is_packed_and_the_status_is_passed_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], status: int
+):
+    ended = subprocess.CompletedProcess[str]([], status)
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: ended)
+    out = tmp_path / "hand-in.zip"
+    assert submit.main([f"cs336:{CHECKOUTS / 'cs336_faulty'}", str(out)]) == status
+    assert out.exists() == (status == 0)
+    assert "tests of the course: none" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     "words", [("solution", "a.zip"), ("cs336:nowhere", "a.zip"), ("cs336:.", "a.tar")]
 )
-def test_what_cannot_be_packed_is_refused(words: tuple[str, ...]):
-    ended = python("-m", "spec_tests", "submit", *words)
-    assert ended.returncode == 2
-    assert "expected" in ended.stderr
+def test_what_cannot_be_packed_is_refused(words: tuple[str, ...], capsys):
+    with pytest.raises(SystemExit, match="2"):
+        submit.main(words)
+    assert "expected" in capsys.readouterr().err
 
 
 def written(folder: Path, *words: str) -> Path:
-    install = ("--install", "trainspec[test]")
-    ended = python("-m", "spec_tests", "autograder", str(folder), *install, *words)
-    assert ended.returncode == 0, ended.stderr
+    assert autograder.main([str(folder), "--install", "trainspec[test]", *words]) == 0
     return folder
 
 
@@ -86,9 +87,9 @@ def graded(grader: Path, root: Path) -> dict:
     return json.loads((root / "results" / "results.json").read_text())
 
 
-def test_gradescope_gets_the_points_of_a_hand_in_that_lies_in_a_folder(checkout, tmp_path):
+def test_gradescope_gets_the_points_of_a_hand_in_that_lies_in_a_folder(tmp_path):
     grader = written(tmp_path / "grader", *CLAUSES)
-    shutil.copytree(checkout, tmp_path / "submission" / "my work")
+    checkout(tmp_path / "submission" / "my work", "cs336_2026")
     found = graded(grader, tmp_path)
     assert "INCOMPLETE" not in found["output"]
     (item,) = (test for test in found["tests"] if test["name"] == ITEM)

@@ -1,22 +1,23 @@
 """The league: its page is current, what failed is explained, a missing library is named."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from spec_tests.impls import LEAGUE, league
+from spec_tests.impls import KNOWN_IMPLEMENTATIONS, LEAGUE, league
 from spec_tests.rig import ledger
 from spec_tests.rig.judge import expectations
-from spec_tests.rig.target import PACKAGE_ROOT
+from spec_tests.tests.reference import launch
 
 
 def test_deviations_name_clauses_that_exist():
     known = {clause.id for clause in ledger.load_all()}
     for name in LEAGUE:
-        entries = expectations.load(PACKAGE_ROOT / "impls" / f"{name}.toml")
+        _, file = KNOWN_IMPLEMENTATIONS[name]
+        assert file is not None
+        assert file.is_file()
+        entries = expectations.load(file.with_suffix(".toml"))
         assert {entry.clause for entry in entries} <= known
 
 
@@ -37,15 +38,5 @@ def test_a_library_that_is_not_installed_ends_the_command_with_status_2(tmp_path
     """In an interpreter that finds no installed package of that name."""
     hidden = "import sys; sys.modules['fairscale'] = None\n"
     code = f"{hidden}from spec_tests.__main__ import main; sys.exit(main(['--impl', 'fairscale']))"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=PACKAGE_ROOT.parent,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    said = done.stdout + done.stderr
-    assert done.returncode == 2, said
-    assert "--impl fairscale: install fairscale: pip install fairscale" in said
-    assert "Traceback" not in said
+    says = "--impl fairscale: install fairscale: pip install fairscale"
+    launch.run(code, folder=tmp_path, status=2, says=says)

@@ -16,10 +16,11 @@ from typing import Any
 import pytest
 import torch
 
+from spec_tests import impls
 from spec_tests.chapters.attention import interpreter
 from spec_tests.rig.outcomes import Outcome
 from spec_tests.rig.ranks import not_here
-from spec_tests.rig.ranks.errors import RankRaised
+from spec_tests.rig.ranks.errors import RankRaised, RigError
 from spec_tests.rig.ranks.rank import Context
 from spec_tests.rig.ranks.world import Worlds
 from spec_tests.tests.rig.helpers import CHECKOUTS, judged, python, replaced
@@ -196,7 +197,7 @@ def test_a_name_of_another_python_is_not_here(statement: str, advice: str):
     assert advice in str(found)
 
 
-def test_at_load_the_advice_takes_the_place_of_a_traceback(mine, tmp_path: Path):
+def test_at_load_the_advice_takes_the_place_of_a_traceback(own: Worlds, mine, tmp_path: Path):
     checkout = tmp_path / "checkout"
     shutil.copytree(CS336, checkout)
     replaced(
@@ -209,11 +210,14 @@ def test_at_load_the_advice_takes_the_place_of_a_traceback(mine, tmp_path: Path)
         (mine("from helper import x\n", "other.py").name, "(helper.py:1)"),
         (f"cs336:{checkout}", "(fsdp.py:3)"),
     ):
-        ended = python("-m", "spec_tests", "--impl", words)
-        assert ended.returncode == 2
-        assert ended.stderr.count("python -m pip install no_such_package") == 1, ended.stderr
-        assert place in ended.stderr
-        assert "Traceback" not in ended.stderr
+        with pytest.raises(RigError) as caught:
+            own.world(1, impls.parse(words)).offered()
+        assert str(caught.value).count("python -m pip install no_such_package") == 1
+        assert place in str(caught.value)
+    ended = python("-m", "spec_tests", "--impl", words)
+    assert ended.returncode == 2
+    assert ended.stderr.count("python -m pip install no_such_package") == 1, ended.stderr
+    assert "Traceback" not in ended.stderr
 
 
 def test_a_package_of_the_course_that_is_missing_is_one_message(tmp_path: Path):
@@ -233,7 +237,7 @@ def test_a_package_of_the_course_that_is_missing_is_one_message(tmp_path: Path):
     assert "FAIL" not in ended.stdout
 
 
-def test_the_course_s_package_may_lie_where_the_project_file_says(tmp_path: Path):
+def test_the_course_s_package_may_lie_where_the_project_file_says(own: Worlds, tmp_path: Path):
     checkout = tmp_path / "mine"
     shutil.copytree(CS336, checkout)
     (checkout / "cs336-basics").rename(checkout / "own")
@@ -245,6 +249,6 @@ def test_the_course_s_package_may_lie_where_the_project_file_says(tmp_path: Path
         + "\ngather = fsdp_gather_full_params\n\n\ndef fsdp_gather_full_params(model):\n"
         "    return {name: p for name, p in gather(model).items() if name.endswith('.weight')}\n"
     )
-    chosen = ("--level", "course", "--clause", "fsdp.backward.mean-gradient")
-    ended = python("-m", "spec_tests", "--impl", f"cs336:{checkout}", *chosen)
-    assert "pass 1/1" in ended.stdout, ended.stdout + ended.stderr
+    case = {"world": 2, "subject": "fsdp"}
+    found = judged(impls.parse(f"cs336:{checkout}"), own, "fsdp.backward.mean-gradient", case)
+    assert found.outcome is Outcome.PASSED, found.message

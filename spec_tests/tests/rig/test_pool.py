@@ -264,12 +264,12 @@ def tensors(ctx: Context) -> list[torch.Tensor]:
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="descriptors are read from /proc")
 def test_calls_and_pools_leave_nothing_open(own: Worlds):
     closed = []
-    for number in range(5):
+    for number in range(4):
         world = own.world(2)
         world.run(tensors)
         world.run(open_things)
         before, inside = open_things(None), world.run(open_things)
-        for _ in range(1 if number else 50):
+        for _ in range(1 if number else 20):
             world.run(tensors)
         assert open_things(None) == before
         assert world.run(open_things) == inside

@@ -70,15 +70,6 @@ def test_a_library_that_is_not_installed_is_named_with_the_command(monkeypatch):
         impls.parse("deepspeed:2")
 
 
-@pytest.mark.parametrize("name", impls.LEAGUE)
-def test_a_library_of_the_league_has_an_adapter_and_what_it_deviates_in(name: str):
-    module, file = impls.KNOWN_IMPLEMENTATIONS[name]
-    assert module == f"trainspec_impl_{name}"
-    assert file is not None
-    assert file.is_file()
-    assert file.with_suffix(".toml").is_file()
-
-
 def test_a_file_has_its_deviations_beside_it_and_is_meant_from_the_present_folder(
     write, monkeypatch
 ):
