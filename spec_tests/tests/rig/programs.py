@@ -3,7 +3,7 @@
 A program is plain data, drawn from a seed, the same on all ranks: groups, then statements, each
 with an operation, a dtype, a shape, a group, whether it is asynchronous, and after which one
 it is waited for. Values are small integers, so that sums are exact in every dtype and the
-comparison is bit by bit; a program of real numbers is compared within the rounding of a sum.
+comparison is bit by bit.
 """
 
 from __future__ import annotations
@@ -54,7 +54,6 @@ class Program:
     seed: int
     groups: tuple[tuple[int, ...], ...]
     statements: tuple[Statement, ...]
-    is_exact: bool
 
 
 BATCH = 20
@@ -73,18 +72,14 @@ def draw(seed: int, size: int) -> Program:
     some = [sorted(chance.sample(range(size), chance.randint(1, size))) for _ in range(2)]
     groups = [tuple(range(size)), *map(tuple, some)]
     chance = random.Random(f"{seed} of {size}")
-    is_exact = chance.random() < 0.8
-    number = chance.randint(1, 8)
-    statements = tuple(_draw_statement(chance, groups, is_exact) for _ in range(number))
-    return Program(seed, tuple(groups), statements, is_exact)
+    statements = tuple(_draw_statement(chance, groups) for _ in range(chance.randint(1, 8)))
+    return Program(seed, tuple(groups), statements)
 
 
-def _draw_statement(
-    chance: random.Random, groups: Sequence[tuple[int, ...]], is_exact: bool
-) -> Statement:
+def _draw_statement(chance: random.Random, groups: Sequence[tuple[int, ...]]) -> Statement:
     operation = chance.choice(sorted(OPERATIONS))
-    dtype = chance.choice(_FLOATS + _INTEGERS) if is_exact else "float32"
-    names = ["SUM", "SUM", "MIN", "MAX"] + ["PRODUCT"] * is_exact
+    dtype = chance.choice(_FLOATS + _INTEGERS)
+    names = ["SUM", "SUM", "MIN", "MAX", "PRODUCT"]
     names += ["BAND", "BOR", "BXOR"] if dtype in _INTEGERS else []
     group = chance.randrange(len(groups))
     return Statement(
@@ -146,18 +141,15 @@ class _Call:
         self.reduce = getattr(dist.ReduceOp, statement.reduce)
         self.reduce_name = statement.reduce.lower()
         self._dtype = getattr(torch, statement.dtype)
-        self._shape, self._is_exact = statement.shape, program.is_exact
+        self._shape = statement.shape
         self._values = random.Random(f"{program.seed} {index} {self.rank}")
 
     def full(self, *lead: int) -> torch.Tensor:
         """A contribution; `lead` multiplies the first dimension."""
         shape = (*lead, *self._shape)
         count = torch.Size(shape).numel()
-        if self._is_exact:
-            low = 0 if self._dtype is torch.uint8 else -3
-            values: list[float] = [self._values.randint(low, 3) for _ in range(count)]
-        else:
-            values = [self._values.gauss(0.0, 1.0) for _ in range(count)]
+        low = 0 if self._dtype is torch.uint8 else -3
+        values = [self._values.randint(low, 3) for _ in range(count)]
         return torch.tensor(values, dtype=self._dtype).reshape(shape)
 
     def empty(self, *lead: int) -> torch.Tensor:
@@ -308,13 +300,5 @@ def disagreements(programs: Sequence[Program], sim: World, gloo: World) -> list[
         for rank in range(sim.size)
         for program, ours, others in zip(programs, simulated[rank], lived[rank], strict=True)
         for index, (mine, theirs) in enumerate(zip(ours, others, strict=True))
-        if not all(map(_agreement(program, sim.size), mine, theirs))
+        if not all(map(torch.equal, mine, theirs))
     ]
-
-
-def _agreement(program: Program, size: int) -> Callable[[torch.Tensor, torch.Tensor], bool]:
-    if program.is_exact:
-        return torch.equal
-    # A sum of W numbers below eight: W roundings of partial sums below eight times W.
-    bound = size * 8.0 * size * torch.finfo(torch.float32).eps
-    return lambda a, b: a.shape == b.shape and bool(((a - b).abs() <= bound).all())

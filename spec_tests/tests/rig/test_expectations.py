@@ -49,46 +49,29 @@ def test_every_key_is_read(tmp_path: Path):
     path = written(tmp_path, FULL + more + "expires = 2027-01-01\n")
     assert load(path) == [
         Deviation(
-            clause=CLAUSE,
-            reason="known",
-            case="*-w4-*",
-            link="https://example.org",
-            raises="hang",
-            when=">=2.11,<2.14",
+            *(CLAUSE, "known", "*-w4-*", "https://example.org", "hang", ">=2.11,<2.14"),
             expires=date(2027, 1, 1),
             where=f"{path}, entry 1",
         )
     ]
-    assert load(written(tmp_path, FULL + 'expires = "2027-01-01"\n'))[0].expires == date(2027, 1, 1)
-    assert load(written(tmp_path, "")) == []
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("deviation = [", "expected TOML, got"),
-        (
-            "[deviation]\n",
-            r"expected \[\[deviation\]\] entries, at the head `inherits`, and nothing",
-        ),
-        ("[[deviations]]\n", "nothing else, got deviations; remove or rename"),
-        ('[[deviation]]\nclause = "a.b"\n', "entry 1: expected 'reason', got none"),
-        ('[[deviation]]\nreason = "x"\n', "entry 1: expected 'clause', got none"),
-        (FULL + "resaon = 'x'\n", "expected keys of clause, reason, .*; got resaon"),
-        ('[[deviation]]\nclause = "a.b"\nreason = " "\n', "expected 'reason' to be a text"),
-        (FULL + "case = 4\n", "expected 'case' to be a text, got 4"),
-        (FULL + "when = '2.x'\n", "expected `when` as versions of torch"),
-        (FULL + "expires = 'soon'\n", "expected `expires` as a date"),
-        (FULL + "expires = 2027-01-01T00:00:00\n", "expected 'expires' to be a text"),
-        (FULL + FULL, "entry 2: expected one entry per clause, case and `when`, got .* again"),
-        ("deviation = [3]\n", "entry 1: expected a table, got 3"),
-    ],
-    ids=[
-        *("no toml", "single table", "misnamed", "no reason", "no clause", "unknown key"),
-        *("empty reason", "case no text", "when", "expires", "expires with time"),
-        *("duplicate", "no table"),
-    ],
-)
+REFUSED = {
+    "deviation = [": "expected TOML, got",
+    "[deviation]\n": r"expected \[\[deviation\]\] entries, at the head `inherits`, and nothing",
+    "[[deviations]]\n": "nothing else, got deviations; remove or rename",
+    '[[deviation]]\nclause = "a.b"\n': "entry 1: expected 'reason', got none",
+    FULL + "resaon = 'x'\n": "expected keys of clause, reason, .*; got resaon",
+    '[[deviation]]\nclause = "a.b"\nreason = " "\n': "expected 'reason' to be a text",
+    FULL + "case = 4\n": "expected 'case' to be a text, got 4",
+    FULL + "when = '2.x'\n": "expected `when` as versions of torch",
+    FULL + "expires = 'soon'\n": "expected `expires` as a date",
+    FULL + FULL: "entry 2: expected one entry per clause, case and `when`, got .* again",
+    "deviation = [3]\n": "entry 1: expected a table, got 3",
+}
+
+
+@pytest.mark.parametrize(("text", "said"), REFUSED.items())
 def test_a_wrong_file_is_refused_by_name(tmp_path: Path, text, said):
     with pytest.raises(ValueError, match=said) as caught:
         load(written(tmp_path, text + "\n"))
@@ -118,17 +101,13 @@ RAISES = [
     [
         ({}, BOTH, "expected_failure unexpected_pass"),
         ({"is_inherited": True}, BOTH, "expected_failure passed"),
-        ({"is_inherited": True, "raises": "hang"}, BOTH[:1], "failed"),
         (
             {"case": "*-w4-*"},
             (result("failed", FOURTH), result("passed", SECOND), result("failed", SECOND)),
             "expected_failure passed failed",
         ),
         ({"when": "<2.13", "expires": date(2020, 1, 1)}, BOTH, "failed passed"),
-        *(
-            ({}, (result(word),), word)
-            for word in ("error", "blocked", "not_offered", "skipped", "not_here")
-        ),
+        *(({}, (result(word),), word) for word in ("error", "blocked", "not_offered")),
         *(({"raises": raises}, (found,), counts_as) for raises, found, counts_as in RAISES),
     ],
 )
@@ -143,14 +122,12 @@ def test_what_an_entry_makes_of_the_cases_of_its_clause(entry, found, counts_as:
         assert applied(entries, *done.results) == done, "applying twice changes nothing more"
 
 
-def test_an_entry_says_why_a_failure_is_expected_and_what_to_do_with_a_pass(tmp_path: Path):
-    file = written(tmp_path, f"[[deviation]]\nclause = '{CLAUSE}'\nreason = 'known'\nlink = '7'\n")
-    failed, passed = applied(
-        load(file), result("failed", message="2x"), result("passed", "w4")
-    ).results
-    assert failed["message"] == "expected: known 7\n2x"
-    assert passed["message"].splitlines() == [
-        f"[{CLAUSE}]  expected a failure (failed) in case 'w4', as {file}, entry 1 declares, "
+def test_an_entry_says_why_a_failure_is_expected_and_what_to_do_with_a_pass():
+    entry = Deviation(CLAUSE, "known", link="7", where="mine.toml, entry 1")
+    found = applied([entry], result("failed", message="2x"), result("passed", "w4"))
+    assert found.results[0]["message"] == "expected: known 7\n2x"
+    assert found.results[1]["message"].splitlines() == [
+        f"[{CLAUSE}]  expected a failure (failed) in case 'w4', as mine.toml, entry 1 declares, "
         "got a pass",
         "declared: known",
         "do: delete the entry, or narrow its `case` to what still fails",
@@ -162,45 +139,31 @@ def test_ids_match_exactly_and_so_do_versions_of_torch():
     assert found.results[0]["outcome"] == "failed"
     assert "expected a result of clause 'ddp.gradients'" in found.problems[0]
     assert applied([Deviation(CLAUSE, "k", when=">=2.14.0.dev0")], torch="2.14.0.dev1").problems
-
-
-def test_an_entry_that_matches_nothing_is_a_problem_of_a_full_run_only():
-    entry = Deviation(CLAUSE, "known", case="w8", where="mine.toml, entry 1")
-    assert applied([entry], result("passed"), is_full_run=False).problems == []
-    (problem,) = applied([entry], result("passed")).problems
-    assert problem.startswith("mine.toml, entry 1: expected a result of clause")
+    partial = applied([Deviation("ddp.gradients", "k")], result("failed"), is_full_run=False)
+    assert partial.problems == [], "it may be of a clause that was not selected"
 
 
 def test_an_entry_for_a_clause_above_the_level_is_not_judged():
-    above = Deviation("ddp.overlap.launched-early", "known", expires=date(2020, 1, 1))
-    misspelt = Deviation("ddp.gradient.mean", "known")
+    above, misspelt = (Deviation(f"ddp.gradient.{end}", "known") for end in ("above", "misspelt"))
     (problem,) = problems(
         [above, misspelt],
         [result("passed")],
         torch_version="2.13.0",
         today=date(2026, 6, 1),
         is_full_run=True,
-        unselected={"ddp.overlap.launched-early"},
+        unselected={"ddp.gradient.above"},
     )
-    assert "ddp.gradient.mean" in problem
+    assert "ddp.gradient.misspelt" in problem
 
 
 @pytest.mark.parametrize(
     ("expires", "is_stale"),
-    [
-        (date(2026, 6, 1), True),
-        (date(2026, 6, 2), False),
-        ("2.13", True),
-        ("2.14", False),
-    ],
+    [(date(2026, 6, 1), True), (date(2026, 6, 2), False), ("2.13", True), ("2.14", False)],
     ids=str,
 )
 def test_an_expired_entry_is_a_problem(expires, is_stale):
-    entry = Deviation(CLAUSE, "known", expires=expires)
-    found = applied([entry], result("failed"), is_full_run=False)
+    found = applied([Deviation(CLAUSE, "known", expires=expires)], result("failed"))
     assert bool(found.problems) is is_stale
-    # Entries that a partial run did not meet are not its business.
-    assert applied([entry], is_full_run=False).problems == []
 
 
 # ------------------------------------------------------------------------------------ inheriting
@@ -212,9 +175,8 @@ def heir(tmp_path: Path, own: str = "", base: str = FULL) -> list[Deviation]:
     return load(written(tmp_path, 'inherits = "base.toml"\n' + own))
 
 
-@pytest.mark.parametrize("more", ["", 'expires = "2.0"\n', 'case = "w8"\n'])
-def test_an_inherited_entry_is_never_stale(tmp_path: Path, more: str):
-    entries = heir(tmp_path, base=FULL + more)
+def test_an_inherited_entry_is_never_stale(tmp_path: Path):
+    entries = heir(tmp_path, base=FULL + 'expires = "2.0"\n')
     assert [entry.is_inherited for entry in entries] == [True]
     assert applied(entries).problems == []
     assert applied(entries, result("failed")).problems == []
@@ -230,13 +192,11 @@ def test_a_file_s_own_entry_goes_before_the_inherited_one(tmp_path: Path):
 def test_torch_s_own_deviations_are_inherited_by_name(tmp_path: Path):
     entries = load(written(tmp_path, 'inherits = "torch"\n'))
     assert "ddp.accumulation.backward-twice" in {entry.clause for entry in entries}
-    assert all(entry.is_inherited for entry in entries)
 
 
 @pytest.mark.parametrize(
     ("base", "said"),
     [
-        ("3", r"expected `inherits` to be \"torch\" or the name of a .toml file beside it, got 3"),
         ("'solution'", "the name of a .toml file beside it, got 'solution'"),
         ("'none.toml'", "expected `inherits` to name a file, found none at .*none.toml"),
         ("'mine.toml'", "expected a file that inherits nothing itself, got .*mine.toml"),

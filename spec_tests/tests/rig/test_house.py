@@ -92,11 +92,6 @@ def test_no_file_holds(what: str):
     assert found == [], f"these lines hold {what}: take another one, or write it in pieces"
 
 
-def test_every_module_begins_with_its_manual():
-    written = {name: text for name, text in sources().items() if text.strip()}
-    assert [name for name, t in written.items() if ast.get_docstring(ast.parse(t)) is None] == []
-
-
 def test_nothing_in_the_suite_needs_the_network():
     hosts = re.compile(r"\b(?:urlopen|requests\.get|socket\.create_connection|snapshot_download)\(")
     found = {name for name, text in sources().items() if hosts.search(text)}

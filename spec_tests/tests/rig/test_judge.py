@@ -135,70 +135,47 @@ def test_what_is_right_raises_nothing():
     judge.holds(True, "never shown")
 
 
+# Rows 1 and 2 of `SPARSE` are those of an embedding that no batch touches.
+WANTED = torch.randn(6, 6, generator=torch.Generator().manual_seed(7))
+SPARSE = torch.arange(1.0, 13.0, dtype=torch.float64).reshape(4, 3)
+SPARSE[1:3] = 0
+DENSE = SPARSE + torch.tensor([[0.0], [20.0], [30.0], [0.0]], dtype=torch.float64)
+PARTS = torch.randn(3, 6, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(7))
+ADDED_UP = PARTS.float().double().sum(dim=0)
+BOTH = torch.arange(30.0, dtype=torch.float64) + 2.0**-20
+STALE = torch.cat([7.5 * DENSE[3:].flip(1), DENSE[1:]])
+
+
 @pytest.mark.parametrize(
-    ("name", "own"),
-    [("float32", torch.float64), ("float16", torch.float32), ("bfloat16", torch.float32)],
+    ("seen", "wanted", "words", "is_said"),
+    [
+        (WANTED.bfloat16().float(), WANTED, "it went through bfloat16 on the way", True),
+        (BOTH.bfloat16().double(), BOTH, "it went through float16 or bfloat16 on the way", True),
+        (ADDED_UP, PARTS.sum(dim=0), "the size of float32's rounding", True),
+        (WANTED * (1 + torch.finfo(torch.float32).eps), WANTED, "rounding", False),
+        (WANTED + 0.05 * WANTED.flip(0), WANTED, "rounding", False),
+        (torch.where(SPARSE == 0, 0, SPARSE.flip(1) ** 2), SPARSE, "mixed up", False),
+        (DENSE[[3, 1, 2, 0]], DENSE, "likely: rows are mixed up", True),
+        (STALE, DENSE, "mixed up", False),
+        (WANTED[:3], WANTED, "divided twice", True),
+        # Of five rows the first of two ranks has three: that is a part, and four are all but one.
+        (WANTED[:3], WANTED[:5], "divided twice", True),
+        (WANTED[:4], WANTED[:5], "cut off", True),
+    ],
 )
-@pytest.mark.parametrize("how", ["rounded", "added up"])
-def test_a_value_that_went_through_fewer_bits_is_told_by_its_error(name: str, own, how: str):
-    narrow = getattr(torch, name)
-    parts = torch.randn(3, 6, 5, dtype=own, generator=torch.Generator().manual_seed(7))
-    wanted = parts.sum(dim=0)
-    seen = (wanted if how == "rounded" else parts).to(narrow).to(own)
-    seen = seen if how == "rounded" else seen.sum(dim=0)
-    text = message(partial(judged, seen, expected=wanted, within=rounding(own, terms=3)))
-    assert f"it went through {name} on the way" in text or (
-        how == "added up" and f"got it with an error of the size of {name}'s rounding" in text
-    )
+def test_a_diagnosis_is_given_where_the_whole_finding_speaks_for_it(
+    seen: torch.Tensor, wanted: torch.Tensor, words: str, is_said: bool
+):
+    said = message(partial(judged, seen, seen, expected=wanted))
+    assert (words in said) == is_said, said
 
 
-def test_where_two_dtypes_round_alike_both_are_named():
-    wanted = torch.arange(30.0, dtype=torch.float64) + 2.0**-20
-    text = message(partial(judged, wanted.bfloat16().double(), expected=wanted))
-    assert "it went through float16 or bfloat16 on the way" in text
-
-
-def test_an_error_of_the_dtypes_own_rounding_or_of_no_rounding_is_not_told_so():
-    wanted = torch.randn(6, 5, generator=torch.Generator().manual_seed(7))
-    for seen in (wanted * (1 + torch.finfo(torch.float32).eps), wanted + 0.05 * wanted.flip(0)):
-        said = message(partial(judged, seen, expected=wanted))
-        assert "float" not in said.partition("likely")[2].partition("allowed")[0]
-    twice = partial(judged, 2 * wanted, 2 * wanted, expected=wanted)
-    assert "summed and not divided" in message(twice)
-
-
-def test_a_diagnosis_is_not_given_where_another_part_of_the_finding_speaks_against_it():
-    wanted = torch.randn(6, 6, generator=torch.Generator().manual_seed(7))
-    rounded, names = wanted.bfloat16().float() + 2e-4, {"first": wanted, "second": wanted}
-    for second, is_said in ((wanted, True), (2 - wanted, False)):
+def test_a_second_tensor_may_speak_against_a_diagnosis():
+    rounded, names = WANTED.bfloat16().float() + 2e-4, {"first": WANTED, "second": WANTED}
+    for second, is_said in ((WANTED, True), (2 - WANTED, False)):
         seen = [{"first": rounded, "second": second}]
         said = message(partial(judge.tensors, seen, names, quantity="mean gradient"))
         assert ("size of bfloat16's rounding" in said) == is_said, said
-    few = wanted.flip(0) + 1
-    few[0, :2] = wanted[0, :2]
-    assert "likely" not in message(partial(judged, few, expected=wanted))
-    # Of five rows the first of two ranks has three: that is a part, and four are all but the last.
-    for rows, kept, said in ((6, 3, "divided twice"), (5, 3, "divided twice"), (5, 4, "cut off")):
-        whole = wanted[:rows]
-        assert said in message(partial(judged, *[whole[:kept]] * 2, expected=whole))
-
-
-def test_positions_are_called_mixed_up_only_where_some_that_say_something_are_right():
-    wanted = torch.arange(1.0, 13.0, dtype=torch.float64).reshape(4, 3)
-    wanted[1:3] = 0  # rows of an embedding that no batch touches
-    untouched = torch.where(wanted == 0, wanted, wanted.flip(1) ** 2)
-    assert "mixed up" not in message(partial(judged, untouched, expected=wanted))
-    wanted[1:3] = torch.tensor([[20.0], [30.0]], dtype=torch.float64)
-    swapped, stale, one = wanted.clone(), wanted.clone(), wanted.clone()
-    swapped[[0, 3]], stale[0], one[0, 0] = wanted[[3, 0]], 7.5 * wanted[3].flip(0), 9
-    for seen, got, is_mixed in (
-        (swapped, "got it in 2 of 4 rows", True),
-        (stale, "got it in 3 of 4 rows", False),
-        (one, "got it in 11 of 12 elements", False),
-    ):
-        said = message(partial(judged, seen, expected=wanted))
-        assert got in said
-        assert ("likely: rows are mixed up" in said) == is_mixed, said
 
 
 @pytest.mark.parametrize(
@@ -207,12 +184,10 @@ def test_positions_are_called_mixed_up_only_where_some_that_say_something_are_ri
         (3, 3.0, "summed and not divided by the world size"),
         (2, 2.0, "summed and not divided by the world size, or counted twice"),
         (3, 1.5, "divided by 2, and the group has 3"),
-        (3, 0.75, "divided by 4, and the group has 3"),
         (4, 2.0, "divided by 2, and the group has 4, or counted twice"),
         (3, 2.0, "off by the constant factor 2"),
         (3, 1 / 3, "divided by the world size twice"),
         (2, 0.5, "divided by the world size twice, or halved"),
-        (3, 0.5, "off by the constant factor 0.5"),
     ],
 )
 def test_what_a_factor_means_depends_on_the_number_of_ranks(ranks: int, factor: float, words: str):
@@ -233,27 +208,10 @@ def test_what_two_known_mistakes_give_either_may_have_given():
 def test_a_hint_that_is_hardly_told_from_what_is_right_is_not_given():
     # A weight that decay brings back to where it was: it moved, by less than one can tell.
     wanted = torch.full((4,), -2.0, dtype=torch.float64)
-    for initial, seen, is_given in (
-        (wanted, wanted + 1.7e-9, False),
-        (wanted + 1e-9, wanted + 1.7e-9, False),
-        (wanted + 1e-9, wanted + 1e-9, True),
-    ):
-        hint = Hint("the initial weight: nobody updated it", {"first.weight": initial})
+    hint = Hint("the initial weight: nobody updated it", {"first.weight": wanted + 1e-9})
+    for seen, is_given in ((wanted + 1.7e-9, False), (wanted + 1e-9, True)):
         said = message(partial(judged, seen, expected=wanted, hints=[hint]))
         assert ("nobody" in said) == is_given
-
-
-def test_a_hint_may_be_computed_only_where_something_is_wrong():
-    def not_yet() -> list[dict[str, torch.Tensor | None]]:
-        asked.append(1)
-        return [{"first.weight": MEAN}, {"first.weight": LOCAL}]
-
-    asked: list[int] = []
-    hint = Hint("its own", not_yet)
-    judged(MEAN, hints=[hint])
-    assert not asked
-    assert "likely: its own" in message(partial(judged, MEAN, LOCAL, hints=[hint]))
-    assert asked
 
 
 # --------------------------------------------------------------------------- how far is too far
@@ -312,43 +270,26 @@ def test_the_examples_in_the_docstrings_hold(module):
     assert found.failed == 0
 
 
-def test_the_bound_grows_with_magnitude_terms_and_depth():
-    one = rounding(torch.float64, terms=8).bound(torch.ones(3))
+def test_the_bound_grows_with_what_is_added_up_and_has_a_floor():
+    ones = torch.ones(3)
+    one = rounding(torch.float64, terms=8).bound(ones)
     assert one == 2 * 8 * torch.finfo(torch.float64).eps
-    assert rounding(torch.float64, terms=8).bound(4 * torch.ones(3)) == 4 * one
-    assert rounding(torch.float64, terms=16).bound(torch.ones(3)) == 2 * one
-    assert rounding(torch.float64, terms=8, depth=3).bound(torch.ones(3)) == 3 * one
-    wide = rounding(torch.bfloat16, terms=12, depth=2)
-    assert wide.bound(torch.ones(3)) > 1e10 * one
-    assert wide.reason == "bfloat16, sums of 12 terms, 2 deep"
+    assert rounding(torch.float64, terms=8).bound(4 * ones) == 4 * one
+    assert rounding(torch.float64, terms=16, depth=3).bound(ones) == 6 * one
     assert exact().bound(torch.tensor([1e300])) == 0.0, "however large the values"
-
-
-def test_the_bound_has_a_floor_and_knows_empty_tensors():
     within = rounding(torch.float32, terms=1, floor=10.0)
     assert within.bound(torch.zeros(3)) == within.bound(torch.empty(0)) == within.relative * 10
-    assert within.bound(torch.tensor([-20.0])) == within.relative * 20
+    special = torch.tensor([INF, -INF, NAN, 20.0])
+    assert within.bound(special) == within.relative * 20, "what is not finite does not widen it"
 
 
-@pytest.mark.parametrize("special", [float("inf"), float("-inf"), float("nan")])
-def test_what_is_not_finite_does_not_widen_the_bound(special: float):
-    within = rounding(torch.float32, terms=1)
-    assert within.bound(torch.tensor([special, 2.0])) == within.relative * 2
-    assert within.bound(torch.tensor([special])) == within.relative
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-def test_every_order_of_summation_lies_within_the_bound(dtype: torch.dtype):
-    torch.manual_seed(0)
-    terms = torch.randn(6, 500, dtype=dtype)
+def test_every_order_of_summation_lies_within_the_bound():
+    terms = torch.randn(6, 500, generator=torch.Generator().manual_seed(0))
     # The magnitude of what is added up, not of what is left after cancellation.
-    within = rounding(dtype, terms=6, floor=float(terms.abs().sum(dim=0).max()))
-    reference = terms.double().sum(dim=0).to(dtype)
-    for order in itertools.islice(itertools.permutations(range(6)), 0, 720, 60):
-        total = torch.zeros(500, dtype=dtype)
-        for number in order:
-            total = total + terms[number]
-        assert float((total - reference).abs().max()) <= within.bound(reference)
+    within = rounding(torch.float32, terms=6, floor=float(terms.abs().sum(dim=0).max()))
+    reference = terms.double().sum(dim=0).float()
+    for order in itertools.islice(itertools.permutations(terms), 0, 720, 60):
+        assert float((sum(order) - reference).abs().max()) <= within.bound(reference)
 
 
 # ---------------------------------------------------------------------------------- fingerprints
@@ -360,16 +301,11 @@ def test_sums_decode_exactly_up_to_the_last_contributor():
     for contributor, count in reversed(list(enumerate(counts))):
         total += count * fingerprint.contribution(contributor)
     assert fingerprint.digits(total.item(), contributors=len(counts)) == counts
-    assert fingerprint.digits(0.0, contributors=3) == (0, 0, 0)
+    with pytest.raises(ValueError, match="contributor 12: expected 0 to 11"):
+        fingerprint.contribution(fingerprint.MAX_CONTRIBUTORS)
 
 
-@pytest.mark.parametrize("contributor", [-1, fingerprint.MAX_CONTRIBUTORS])
-def test_a_contributor_beyond_exactness_is_refused(contributor: int):
-    with pytest.raises(ValueError, match=f"contributor {contributor}: expected 0 to 11"):
-        fingerprint.contribution(contributor)
-
-
-@pytest.mark.parametrize("total", [0.5, -1.0, 4.0**3, float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("total", [0.5, -1.0, 4.0**3, NAN, INF])
 def test_what_is_no_sum_of_contributions_does_not_decode(total: float):
     assert fingerprint.digits(total, contributors=3) is None
 
@@ -378,12 +314,9 @@ def test_what_is_no_sum_of_contributions_does_not_decode(total: float):
     ("counts", "said"),
     [
         ((1, 1), "every contribution arrived once"),
-        ((1, 0), "never arrived: rank 1"),
-        ((2, 1), "more than once: rank 0 (2 times)"),
         ((0, 3), "never arrived: rank 0; more than once: rank 1 (3 times)"),
         (None, "no whole number of contributions arrived: something was scaled"),
     ],
-    ids=["once", "lost", "doubled", "both", "scaled"],
 )
 def test_digits_are_told_in_words(counts, said: str):
     assert fingerprint.story(counts, ("rank 0", "rank 1")) == said

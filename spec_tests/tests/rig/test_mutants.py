@@ -54,29 +54,17 @@ def test_a_mutant_is_an_impostor_of_one_patch():
     [(module, _, replace)] = card.patches
     assert (module, replace) == ("solution.parallel.ddp", mutant.after)
     assert card.does.count("\n-") == 1
-
-
-@pytest.mark.parametrize(
-    "id", ["mutant.solution.parallel.ddp.99999", "mutant.solution.parallel.ddp.x"]
-)
-def test_a_number_that_no_mutant_has_is_refused(id: str):
     with pytest.raises(ValueError, match="expected a number below"):
-        museum.find(id)
+        museum.find("mutant.solution.parallel.ddp.99999")
 
 
-@pytest.mark.parametrize(
-    ("module", "said"),
-    [
-        ("solution.parallel.nothing", "got 'solution.parallel.nothing'"),
-        ("solution.comm", "expected a module of solution, spec_tests, torch that has one of ddp"),
-        ("json.decoder", "expected a module of solution, spec_tests, torch that has one of ddp"),
-    ],
-)
-def test_a_module_that_cannot_be_judged_is_wrong_usage(module: str, said: str, capsys):
+@pytest.mark.parametrize("module", ["solution.parallel.nothing", "json.decoder"])
+def test_a_module_that_cannot_be_judged_is_wrong_usage(module: str, capsys):
     with pytest.raises(SystemExit) as ended:
         meter.main(["--of", module])
     assert ended.value.code == 2
-    assert said in capsys.readouterr().err
+    assert "expected a module " in (said := capsys.readouterr().err)
+    assert f"got {module}" in said.replace("'", "")
 
 
 def test_a_mutant_that_never_averages_falls_to_a_situation():

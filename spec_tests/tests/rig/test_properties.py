@@ -10,11 +10,9 @@ import torch.distributed as dist
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from spec_tests.rig import strategies
 from spec_tests.rig.ranks.errors import RankDied, RankHung, RankRaised
 from spec_tests.rig.ranks.rank import Context
 from spec_tests.rig.ranks.world import World, Worlds
-from spec_tests.tests.rig import bodies
 
 QUICK = settings(settings.get_profile("default"), deadline=None, derandomize=True, database=None)
 SIZES = st.lists(st.integers(min_value=1, max_value=9), max_size=4)
@@ -69,26 +67,3 @@ def test_a_hang_or_a_death_ends_the_property_and_is_not_shrunk(worlds: Worlds, i
     with pytest.raises(kind):
         run_property(leave, worlds.world(2), seen, is_death=is_death)
     assert [len(sizes) > 1 for sizes in seen].count(True) == 1
-
-
-def drawn(world: World) -> list[tuple[int, tuple[bool, ...]]]:
-    seen = []
-
-    @settings(settings.get_profile("quick"))
-    @given(seed=strategies.seeds, schedule=strategies.schedules())
-    def property_on_ranks(seed: int, schedule: tuple[bool, ...]) -> None:
-        seen.append((seed, schedule))
-        world.run(bodies.who, str(seed))
-
-    property_on_ranks()
-    return seen
-
-
-def test_the_quick_profile_draws_the_same_each_time(worlds: Worlds):
-    first = drawn(worlds.world(2))
-    assert len(first) == settings.get_profile("quick").max_examples
-    assert drawn(worlds.world(2)) == first
-    assert len(set(first)) > 5
-    for _, schedule in first:
-        assert schedule[-1], "schedules end with a synchronised micro-batch"
-        assert 1 <= len(schedule) <= 5

@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -11,10 +10,6 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from spec_tests.chapters.zero1 import runs, test_groups
-from spec_tests.programs import law
-from spec_tests.programs.scene import Scene
-from spec_tests.programs.stepped import Stepped
 from spec_tests.rig.judge import oracle
 from spec_tests.rig.toys import TOYS, sum_of_squares
 
@@ -25,8 +20,8 @@ UNTRAINED = {"frozen": {"frozen.weight", "frozen.bias"}, "unused": {"unused.weig
 every_toy = pytest.mark.parametrize("toy", TOYS)
 
 
-def gradients(toy: str, seed: int, rank: int = 0, micro: int = 0, **flags) -> dict[str, Any]:
-    batch = TOYS[toy].batch(seed, rank=rank, micro=micro)
+def gradients(toy: str, seed: int, rank: int = 0, **flags) -> dict[str, Any]:
+    batch = TOYS[toy].batch(seed, rank=rank)
     return oracle.gradients(toy, seed, [batch], [flags])
 
 
@@ -94,7 +89,6 @@ def ready_order(use: str) -> list[str]:
 
 
 def test_branches_become_ready_in_the_order_of_use():
-    assert ready_order("abc") == ready_order("abc")
     assert ready_order("abc") != ready_order("cba")
     assert set(ready_order("abc")) == set(ready_order("cba"))
     used = {name.split(".")[1] for name in ready_order("ab") if name.startswith("branch")}
@@ -104,19 +98,15 @@ def test_branches_become_ready_in_the_order_of_use():
     one, other = found["branch.a.weight"], found["branch.b.weight"]
     assert one.shape == other.shape
     assert not torch.equal(one, other)
-    assert "branch.c.bias" not in found, "and the third has other sizes"
 
 
 def test_buffers_are_of_floats_integers_and_booleans_and_move():
     module = built("buffers")
-    dtypes = {buffer.dtype for buffer in module.buffers()}
-    assert dtypes == {torch.float32, torch.int64, torch.bool}
     before = oracle.buffers("buffers", 7)
+    assert {each.dtype for each in before.values()} == {torch.float32, torch.int64, torch.bool}
     module(TOYS["buffers"].batch(7, rank=0))
     moved = {n for n, b in module.named_buffers() if not torch.equal(b, before[n])}
     assert moved == {"norm.running_mean", "norm.running_var", "norm.num_batches_tracked"}
-    other = oracle.buffers("buffers", 8)
-    assert any(not torch.equal(before[name], other[name]) for name in before)
 
 
 def test_strided_has_an_expanded_gradient():
@@ -131,20 +121,14 @@ DTYPES = {"mixed": (torch.bfloat16, torch.float32), "double": (torch.float32, to
 
 
 @pytest.mark.parametrize("toy", DTYPES)
-def test_dtypes_alternate_and_are_kept_in_gradients(toy: str):
+def test_dtypes_alternate_and_the_middle_needs_its_own(toy: str):
     narrow, wide = DTYPES[toy]
     assert [p.dtype for p in TOYS[toy].build(7).parameters()] == [narrow, wide, narrow]
     for name, gradient in present(gradients(toy, 7)).items():
         assert gradient.dtype == built(toy).get_parameter(name).dtype
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("toy", DTYPES)
-def test_the_outer_layers_dtype_does_not_hold_the_middle_ones_gradient(toy: str, seed: int):
-    batches = [TOYS[toy].batch(seed, rank=rank) for rank in range(2)]
-    for some in (batches[:1], batches):
-        wide = present(oracle.gradients(toy, seed, some))["wide.weight"]
-        assert bool((wide != wide.to(DTYPES[toy][0])).any())
+    for seed in SEEDS:
+        gradient = present(gradients(toy, seed))["wide.weight"]
+        assert bool((gradient != gradient.to(narrow)).any())
 
 
 # --------------------------------------------------------------------------------- what all share
@@ -152,77 +136,14 @@ def test_the_outer_layers_dtype_does_not_hold_the_middle_ones_gradient(toy: str,
 
 @every_toy
 @pytest.mark.parametrize("seed", SEEDS)
-def test_every_gradient_that_should_exist_is_not_zero(toy: str, seed: int):
+def test_gradients_are_not_zero_and_differ_between_any_two_ranks(toy: str, seed: int):
     found = oracle.gradients(toy, seed, [TOYS[toy].batch(seed, rank=r) for r in range(2)])
     absent = {name for name, gradient in found.items() if gradient is None}
     assert absent == UNTRAINED.get(toy, set())
     assert {n for n, g in found.items() if g is not None and not bool(g.any())} == set()
-
-
-@every_toy
-@pytest.mark.parametrize("seed", SEEDS)
-def test_local_gradients_differ_between_any_two_ranks(toy: str, seed: int):
     local = [present(gradients(toy, seed, rank)) for rank in range(4)]
     for one, other in itertools.combinations(local, 2):
         assert [name for name in one if torch.equal(one[name], other[name])] == []
-
-
-@every_toy
-def test_batches_belong_to_one_rank_micro_batch_and_seed(toy: str):
-    made = [
-        TOYS[toy].batch(seed, rank=rank, micro=micro)
-        for seed in SEEDS
-        for rank in range(4)
-        for micro in range(5)
-    ]
-    assert all(not torch.equal(one, other) for one, other in itertools.combinations(made, 2))
-    assert torch.equal(TOYS[toy].batch(7, rank=1), TOYS[toy].batch(7, rank=1))
-    for batch in made:
-        assert batch.shape == (4, 6)
-        assert bool((batch == batch.round()).all())
-        assert bool((batch != 0).all())
-
-
-@every_toy
-def test_weights_are_functions_of_the_seed_alone(toy: str):
-    torch.manual_seed(1)
-    one = TOYS[toy].build(7).state_dict()
-    torch.manual_seed(2)
-    again, other = TOYS[toy].build(7).state_dict(), TOYS[toy].build(8).state_dict()
-    assert all(torch.equal(one[name], again[name]) for name in one)
-    differ = {name for name in one if not torch.equal(one[name], other[name])}
-    assert any(name in differ for name, _ in TOYS[toy].build(7).named_parameters())
-
-
-def by_step(line: str) -> list[Any]:
-    """Return the weights after each step of a situation, in one process."""
-    scene, program = law.read(line)
-    return [weights for _, weights in Stepped(scene).follow(program)]
-
-
-def by_schedule() -> list[Any]:
-    """Return the same of the clause on schedulers."""
-    seen = test_groups.scheduled(Stepped(Scene.of(f"{runs.TOY} adamw")))
-    return [
-        {name: seen[f"{name} after step {number}"] for name in oracle.parameters(runs.TOY, 7)}
-        for number in range(1, 5)
-    ]
-
-
-@pytest.mark.parametrize(
-    "seen",
-    [
-        partial(by_step, f"{runs.TOY} adamw own-options: {runs.steps(1, 2, 3)}"),
-        partial(by_step, test_groups.LIVE),
-        by_schedule,
-    ],
-    ids=["own-options", "live", "schedulers"],
-)
-def test_every_element_moves_in_every_step_of_the_clauses_on_options(seen: Callable[[], list[Any]]):
-    # A weight at the fixed point of a decay stays, whatever the rate: nothing to be seen.
-    for before, weights in itertools.pairwise([oracle.parameters(runs.TOY, runs.SEED), *seen()]):
-        for name, weight in weights.items():
-            assert bool((weight != before[name]).all()), name
 
 
 # ----------------------------------------------------------------- exact in any order of summation
@@ -268,10 +189,6 @@ EXACT = {torch.float64: 2.0**53, torch.float32: 2.0**24, torch.bfloat16: 2.0**8}
 """Up to where a dtype holds every integer. (Float64 are the loss, and the middle of one toy.)"""
 
 
-def within_reach(seen: Largest) -> bool:
-    return all(magnitude <= EXACT[dtype] for dtype, magnitude in seen.magnitude.items())
-
-
 @every_exact_toy
 def test_no_seed_leaves_the_integers_of_its_dtype_within_the_toys_reach(toy: str):
     # Every weight and input as large as any, and of one sign: no sum, in whichever order, whole or
@@ -284,31 +201,4 @@ def test_no_seed_leaves_the_integers_of_its_dtype_within_the_toys_reach(toy: str
     with Largest(is_bound=True) as seen:
         (TOYS[toy].reach * sum_of_squares(module(batch))).backward()
     assert seen.odd == set()
-    assert within_reach(seen)
-
-
-@every_exact_toy
-@pytest.mark.parametrize("seed", SEEDS)
-def test_float32_gives_the_bits_of_float64(toy: str, seed: int):
-    narrow, wide = TOYS[toy].build(seed), TOYS[toy].build(seed).double()
-    vars(wide)["dtypes"] = (torch.float64, torch.float64)  # of the toys that cast their inputs
-    for rank in range(3):
-        batch = TOYS[toy].batch(seed, rank=rank)
-        output, exact = narrow(batch), wide(batch.double())
-        assert torch.equal(output.double(), exact)
-        (3 * sum_of_squares(output)).backward()
-        (3 * sum_of_squares(exact)).backward()
-    for one, other in zip(narrow.parameters(), wide.parameters(), strict=True):
-        found, right = one.grad, other.grad
-        assert (found is None) == (right is None)
-        assert found is None or right is None or torch.equal(found.double(), right)
-
-
-@every_exact_toy
-@pytest.mark.parametrize("rate", [1.0, 2.0**-16])
-def test_a_step_by_a_power_of_two_stays_exact(toy: str, rate: float):
-    trained = oracle.trained(toy, 7, [[TOYS[toy].batch(7, rank=0)]], lr=rate)
-    start = oracle.parameters(toy, 7)
-    for name, step in present(gradients(toy, 7)).items():
-        if rate == 1.0 or step.dtype != torch.bfloat16:
-            assert torch.equal((start[name] - trained[name]) / rate, step)
+    assert all(magnitude <= EXACT[dtype] for dtype, magnitude in seen.magnitude.items())

@@ -16,8 +16,7 @@ import torch
 
 from spec_tests import impls
 from spec_tests.contract import FUNCTIONS
-from spec_tests.programs.laws import stream
-from spec_tests.rig import judge, ledger, shards, target
+from spec_tests.rig import judge, ledger, target
 from spec_tests.rig.judge import runner
 from spec_tests.rig.outcomes import Outcome
 from spec_tests.rig.ranks.errors import RigError
@@ -45,9 +44,7 @@ CALLS = {
     "exits": ("sys.exit(0)", FAILED, "raised SystemExit: 0"),
     "ends the process": ("os._exit(0)", DIED, "exited with 0"),
     "crashes": ("import ctypes; ctypes.string_at(0)", DIED, "killed by SIGSEGV"),
-    "kills itself": ("os.kill(os.getpid(), 9)", DIED, "killed by SIGKILL"),
     "recurses": ("return ddp(module)", FAILED, "raised RecursionError"),
-    "interrupts": ("raise KeyboardInterrupt", FAILED, "raised KeyboardInterrupt"),
     "sleeps": ("time.sleep(1000)", HANG, "time.sleep(1000)"),
     "long words": ("raise ValueError('x' * 10**8)", FAILED, "characters left out"),
     "cuda": ("return module.cuda()", NOT_HERE, NEEDS_CUDA),
@@ -65,7 +62,6 @@ def flash_attention(q, k, v, **options):
 IMPORTS = {
     "import no_such_package.part": "python -m pip install no_such_package",
     "from cs336_basics.model import Linear": "course's package cs336_basics is not in the",
-    "import pytest.no_such_part": "another version of pytest is needed",
     "from pytest import no_such_name": "another version of pytest is needed",
     "import importlib.metadata as m; m.version('no-such-package')": "pip install -e",
     "raise ImportError('libcudart.so: cannot open shared object file')": "does not fit this",
@@ -74,7 +70,6 @@ IMPORTS = {
 FAULTY_IMPORTS = (
     "import mine_too.no_such_part",
     "from mine_too import no_such_name",
-    "from typing import no_such_name",
     "import os.no_such_part",
     # Merely after it, and not because of it.
     "try: import no_such_package\n    except ImportError: raise ValueError(module)",
@@ -95,7 +90,6 @@ def token_loader(paths, *, batch_size, sequence_length, rank=0, world_size=1):
 LOADERS = {
     "raises on one rank": ("if rank: raise ValueError('no second')", "raised ValueError: no seco"),
     "is empty": ("return []", "expected batches, got none on ranks [0, 1]"),
-    "is None": ("return None", "TypeError: 'NoneType' object is not iterable"),
 }
 WORKERS = """
 from torch.utils.data import DataLoader
@@ -103,7 +97,7 @@ from spec_tests import impls, plain
 
 def token_loader(paths, **options):
     batches = list(plain.token_loader(paths, **options))
-    return DataLoader(batches[{}:], batch_size=None, num_workers=2)
+    return DataLoader(batches, batch_size=None, num_workers=2)
 """
 MOVED = """
 import torch
@@ -157,10 +151,7 @@ ROWS = {
         f"a loader that {name}": Row(LOADER.format(statement), FAILED, (said,), WINDOW, {})
         for name, (statement, said) in LOADERS.items()
     },
-    "a loader with workers": Row(WORKERS.format(0), PASSED, (), ORDER, {}),
-    "a loader with workers, a batch too far": Row(
-        WORKERS.format(1), FAILED, ("rank 0, batch 0: expected inputs[0, 0] to be",), ORDER, {}
-    ),
+    "a loader with workers": Row(WORKERS, PASSED, (), ORDER, {}),
     "a module that was moved": Row(MOVED.format("pass"), PASSED, (), "ddp.footprint.gradients", {}),
     "a module that was moved, and copied twice": Row(
         MOVED.format(TWICE), FAILED, (), "ddp.footprint.gradients", {}
@@ -177,16 +168,6 @@ ROWS = {
         ("AttributeError: expected a trainer or an optimizer, which has step, got object",),
         *("trainer.parameters.tied", {}),
     ),
-    **{
-        f"names with a prefix, {clause}": Row(
-            "impostor:trainer.wrappers-names", PASSED, (), clause, {}
-        )
-        for clause in (
-            "trainer.parameters.tied",
-            "trainer.precision.near-float32",
-            "trainer.precision.small-updates",
-        )
-    },
 }
 
 
@@ -195,8 +176,7 @@ def test_what_code_does_is_a_result_for_its_clause(module_worlds: Worlds, mine, 
     if NEEDS_CUDA in row.said and torch.cuda.is_available():
         pytest.skip("needs a machine without CUDA")
     mine("", "mine_too/__init__.py")
-    which = impls.parse(row.text) if row.text.startswith("impostor:") else mine(row.text)
-    found = judged(which, module_worlds, row.clause, row.case)
+    found = judged(which := mine(row.text), module_worlds, row.clause, row.case)
     module_worlds.drop(which)
     assert found.outcome is row.outcome, found.message
     for said in row.said:
@@ -209,15 +189,6 @@ def test_what_code_does_is_a_result_for_its_clause(module_worlds: Worlds, mine, 
 
 
 # -------------------------------------------------------------------------------- what ranks return
-
-
-OBSERVATIONS = {
-    "None": None,
-    "an empty tuple": (),
-    "an exception": ValueError("no"),
-    "a tensor": torch.zeros(3),
-    "another dict": {"x": [torch.zeros(2)]},
-}
 
 
 class _Returning(World):
@@ -247,7 +218,7 @@ class _AllReturning(Worlds):
         return _Returning(self, size, target, transport or "gloo")
 
 
-@pytest.mark.parametrize("value", OBSERVATIONS.values(), ids=OBSERVATIONS)
+@pytest.mark.parametrize("value", [None, {"x": [torch.zeros(2)]}], ids=["None", "another dict"])
 def test_no_clause_stops_at_what_ranks_return(value: object):
     worlds, which = _AllReturning(value), impls.parse("solution")
     found: Counter[Outcome] = Counter()
@@ -278,7 +249,6 @@ def test_the_finding_shows_what_every_rank_returned_and_where_it_was_read():
     assert "cannot read: TypeError: 'NoneType' object is not iterable" in said
     assert "rank 0 returned {'grad': <tensor (2, 3) float32>}\nrank 1 returned None" in said
     assert "read in test_what_code_comes_to.py:" in said
-    assert "raise error" in said
     assert error.__notes__ == ["Falsifying example: length=3"]
     assert "every rank returned ()" in finding_about([(), ()], error)
     assert len(finding_about([["x" * 10**6] * 10**3], error)) < 2000
@@ -301,11 +271,3 @@ def test_what_the_rig_or_the_machine_is_at_fault_for_stays_an_error(error, obser
     ):
         raise error
     assert runner.outcome_of(caught.value) is Outcome.ERROR
-
-
-@pytest.mark.parametrize(("first", "words"), [(shards.STRIDE, "but others"), (1, "offsets")])
-def test_what_is_wrong_with_a_batch_of_no_rank_is_said(first: int, words: str):
-    wanted = stream.expected([9], sequence_length=2, batch_size=1, world_size=1)
-    got = [stream.batch_of([first], 2)]
-    with pytest.raises(judge.Violation, match=words):
-        stream.same([got], wanted)

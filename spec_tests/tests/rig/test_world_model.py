@@ -15,8 +15,7 @@ from spec_tests.programs.alone import SEED, Alone, exposed
 from spec_tests.programs.calls import VERBS, after, parsed, spelled
 from spec_tests.programs.faults import FAULTS
 from spec_tests.programs.pieces import Piece, put_together
-from spec_tests.programs.scene import AXES, AXES_OF, OPTIMIZER, Scene
-from spec_tests.programs.words import WORDS
+from spec_tests.programs.scene import AXES_OF, Scene
 from spec_tests.rig.judge import Situation, Violation, judging
 from spec_tests.rig.toys import TOYS, sum_of_squares
 
@@ -36,7 +35,6 @@ def test_a_line_is_read_as_it_is_written():
         ("freed held: step", "both of reshard"),
         ("mlp: steps", "'steps' is no call"),
         ("mlp: zero_grad", "with how"),
-        ("mlp: zero_grad all", "of-the-model"),
         ("mlp: backward x", "with micro"),
     ],
 )
@@ -75,14 +73,6 @@ def test_alone_adds_up_the_micro_batches_of_all_ranks():
         assert torch.equal(found[name], parameter.grad), name
 
 
-def test_alone_turns_the_sign_of_trained_weights():
-    scene, program = law.read("mlp not-the-ends: backward 0, step")
-    before = dict(TOYS["mlp"].build(SEED).named_parameters())
-    after_step: Any = Alone(scene, 2, 0).follow(program)[-1][1]
-    signs = {name: bool(torch.equal(after_step[name], -p)) for name, p in before.items()}
-    assert [*signs.values()] == [False, True, True, False]
-
-
 WINDOW = "backward 5, zero_grad none, backward 0, accumulate 1, backward 2, step, evaluate 9"
 TELLS = {
     **dict.fromkeys(FAULTS, WINDOW),
@@ -93,31 +83,29 @@ TELLS = {
     "unreduced-never-cleared": "accumulate 0, zero_grad none, backward 1",
     "own-buffers": "counting: backward 0, step, backward 1",
     "buffers-in-no-sync": "replacing: backward 0, accumulate 1, backward 2",
-    "divided-by-world": "apart: backward 0",
-    "over-world": "apart: backward 0",
+    **dict.fromkeys(("divided-by-world", "over-world"), "apart: backward 0"),
     "reduced-in-no-sync": "accumulate 0, local",
-    "own-start": "seed-by-rank: step",
-    "mean-start": "seed-by-rank: step",
-    "last-start": "seed-by-rank: step",
+    **dict.fromkeys(("own-start", "mean-start", "last-start"), "seed-by-rank: step"),
     "start-of-another-group": "apart seed-by-rank: step",
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_each_fault_is_exposed_by_a_situation(fault):
-    assert fault in exposed(*law.read(TELLS[fault]), 3, is_replicated="buffers" in fault)
-
-
-def test_a_wrong_world_in_which_no_gradient_is_left_has_a_norm():
-    assert "summed" in exposed(*law.read("backward 0, clip two"), 2)
+def test_each_fault_is_exposed_by_a_situation():
+    asked = {fault: (TELLS[fault], "buffers" in fault) for fault in FAULTS}
+    seen = {
+        (line, is_replicated): exposed(*law.read(line), 3, is_replicated=is_replicated)
+        for line, is_replicated in {*asked.values()}
+    }
+    assert [fault for fault, key in asked.items() if fault not in seen[key]] == []
 
 
 def test_a_silent_situation_exposes_nothing():
     assert exposed(*law.read("another_lives, evaluate 0")) == frozenset()
+    assert "summed" in exposed(*law.read("backward 0, clip two"), 2)
 
 
 @pytest.mark.parametrize("subject", AXES_OF)
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", [2, 4])
 def test_every_two_words_meet_in_a_row(subject, size):
     rows = draw.covering(subject, size, "production")
     met = {
@@ -133,21 +121,12 @@ def test_every_two_words_meet_in_a_row(subject, size):
 @pytest.mark.parametrize("subject", AXES_OF)
 def test_programs_are_legal_and_use_every_verb(subject):
     chance, used = random.Random(0), set()
-    sizes = (2, 4)
-    for size in sizes:
+    for size in (2, 4):
         for row in draw.covering(subject, size, "production"):
             program = draw.programs(row, subject, size, "production", chance)
             assert after(program, row, subject, size) is not None, law.written(row, program)
             used |= {name for name, *_ in program}
     assert used == {name for name, verb in VERBS.items() if subject in verb.of}
-
-
-def test_the_same_seed_draws_the_same_program():
-    row = Scene.of("mlp held two")
-    one, other = (
-        draw.programs(row, "fully_shard", 2, "production", random.Random(7)) for _ in range(2)
-    )
-    assert one == other
 
 
 @pytest.mark.parametrize("precision", ["half", "brain", "reduced-half", "half-reduced-wide"])
@@ -165,12 +144,12 @@ def test_the_narrow_toy_is_exact_in_few_bits(precision, size):
         for micro, rank in itertools.product(range(first, first + most), range(size)):
             module = TOYS["narrow"].build(SEED)
             sum_of_squares(module(TOYS["narrow"].batch(SEED, rank=rank, micro=micro))).backward()
-            parameters: Any = module.named_parameters()
-            for name, p in parameters:
-                total[name] = total.get(name, torch.zeros_like(p)) + size * p.grad.abs()
-                assert (p.grad.abs() / 2).max() <= 2 / torch.finfo(one).eps / size
+            for name, parameter in module.named_parameters():
+                gradient: Any = parameter.grad
+                total[name] = total.get(name, torch.zeros(())) + gradient.abs()
+                assert (gradient.abs() / 2).max() <= 2 / torch.finfo(one).eps / size
         for name, sizes in total.items():
-            units = sizes / (2 * size)  # all shares are multiples of this
+            units = sizes / 2  # all shares are multiples of this
             assert units.max() <= 2 / torch.finfo(dtype).eps, (name, float(units.max()))
 
 
@@ -189,22 +168,16 @@ def test_what_fails_is_shrunk_to_what_is_needed():
     )
 
 
-def test_seeds_are_legal_and_lie_in_the_language():
-    found = seeds.load()
-    assert len({(s.judges, s.size, s.line) for s in found}) == len(found)
-    assert {s.judges for s in found} <= AXES_OF.keys()
-
-
-def test_a_seed_that_is_appended_is_read_again(tmp_path):
+def test_a_seed_that_is_appended_is_read_again_if_it_is_legal(tmp_path):
+    assert len(seeds.load()) > 10, "those of the suite are legal"
+    file = tmp_path / "mine.toml"
     seed = seeds.Seed("ddp", "mlp: backward 0, step", 'a "quoted" source', 3)
-    seeds.append(tmp_path / "mine.toml", seed)
-    assert seeds.load(tmp_path / "mine.toml") == (seed,)
-
-
-def test_a_seed_that_is_not_legal_is_refused(tmp_path):
-    seeds.append(tmp_path / "mine.toml", seeds.Seed("ddp", "mlp: accumulate 0, step", ""))
+    seeds.append(file, seed)
+    assert seeds.load(file) == (seed,)
+    wrong = tmp_path / "wrong.toml"
+    seeds.append(wrong, seeds.Seed("ddp", "mlp: accumulate 0, step", ""))
     with pytest.raises(ValueError, match=r"entry 1: expected a situation that is legal for ddp"):
-        seeds.load(tmp_path / "mine.toml")
+        seeds.load(wrong)
 
 
 @pytest.mark.parametrize(
@@ -219,22 +192,6 @@ def test_a_situation_that_does_not_exist_says_why(line: str, why: str):
         law.legal(line, "ddp", 2)
 
 
-def test_words_of_a_verb_are_known():
-    for verb in VERBS.values():
-        assert {*verb.takes.split()} <= {"micro", *WORDS}
-    assert {*OPTIMIZER} <= AXES_OF.keys()
-    assert all(words for words in AXES.values())
-
-
-def test_a_declared_situation_must_match_its_own_example(tmp_path):
-    file = tmp_path / "mine.toml"
-    file.write_text(
-        '[[situation]]\njudges = "ddp"\npattern = "twice"\nshows = "backward 0"\nreason = "r"\n'
-    )
-    with pytest.raises(ValueError, match="expected `shows` to match its pattern"):
-        declared.load(file)
-
-
 @pytest.mark.parametrize(
     "entry", declared.of(parse("torch")), ids=lambda e: f"{e.judges}-{e.shows}"
 )
@@ -244,46 +201,24 @@ def test_what_is_declared_of_torch_still_fails(worlds, entry):
     assert found.failure(explore.Drawn(entry.judges, entry.size, entry.shows)) is not None
 
 
-@pytest.mark.parametrize(
-    ("fault", "subject", "line", "said"),
-    [
-        ("one-by-one", "fully_shard", "even: backward 0", "gathers, got 9"),
-        ("reduces-wide", "fully_shard", "even: backward 0", "bytes of gradients to be reduced"),
-        ("gathers-wide", "fully_shard", "narrow brain: backward 0", "bytes gathered"),
-        ("waits-after-update", "fully_shard", "even: step", "expected nothing to be sent"),
-        (
-            "gathers-anew",
-            "fully_shard",
-            "even: unshard now, evaluate 1",
-            "gathered after 'unshard now'",
-        ),
-        (
-            "keeps-discarded-gathers",
-            "fully_shard",
-            "even: " + ", ".join(["unshard in-flight, reshard"] * 3),
-            "bytes held",
-        ),
-        ("holds-back-the-rest-alone", "fsdp", "even: locally 0, backward 1", "'locally 0'"),
-        (
-            "all-reduces-each-time",
-            "fully_shard",
-            "replicas: partly 0, backward 1",
-            "'partly 0': expected at most",
-        ),
-        ("casts-buffers", "fully_shard", "counting wide: backward 0", "buffer of dtype 'float32'"),
-        (
-            "frees-in-windows",
-            "fully_shard",
-            "held: keep True, backward 0, accumulate 1",
-            "expected at most 0 bytes to be gathered",
-        ),
-    ],
-)
-def test_observers_see_what_values_do_not_show(worlds, fault, subject, line, said):
+OBSERVED = {
+    "gathers-anew": ("even: unshard now, evaluate 1", "gathered after 'unshard now'"),
+    "keeps-discarded-gathers": (
+        f"even: {', '.join(['unshard in-flight, reshard'] * 3)}",
+        "bytes held",
+    ),
+    "casts-buffers": ("counting wide: backward 0", "buffer of dtype 'float32'"),
+}
+"""Near-miss to a situation in which every value is right, and to what an observer says of it."""
+
+
+@pytest.mark.parametrize("fault", OBSERVED)
+def test_observers_see_what_values_do_not_show(worlds, fault):
+    line, said = OBSERVED[fault]
     world = worlds.world(2, parse(f"impostor:fsdp.{fault}"))
-    law.same_as_alone(world, subject, line)  # every value is right
+    law.same_as_alone(world, "fully_shard", line)
     with judging(Situation()), pytest.raises(Violation, match=said):
-        law.same_as_alone(world, subject, line, looks=True)
+        law.same_as_alone(world, "fully_shard", line, looks=True)
 
 
 def test_pieces_are_put_together_and_one_that_is_missing_is_missed():
@@ -309,8 +244,3 @@ def test_explore_finds_shrinks_and_says_how_to_see_it_again(capsys):
     line = shown.partition("fully_shard on 2 ranks: ")[2].partition("\n")[0]
     assert len(law.read(line)[1]) <= 4, line
     assert f"--line '{line}'" in shown
-
-
-def test_explore_says_what_it_cannot_take(capsys):
-    assert explore.main(["--impl", "solution", "--line", "mlp: jump"]) == 2
-    assert "'jump' is no call" in capsys.readouterr().err

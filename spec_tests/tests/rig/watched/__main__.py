@@ -49,11 +49,6 @@ def try_fault(fault: Fault) -> Outcome:
         return run(script, fault.world, "--steps", str(fault.steps), options=options)
 
 
-def script_row(name: str) -> str:
-    """Try a right script, and return its row."""
-    return f"| {name} | {' | '.join(try_right(name))} |"
-
-
 def fault_row(fault: Fault, outcome: Outcome) -> str:
     """Return the row of a fault: whether it was told, and what was said first."""
     first = outcome.verdict.causes[0].finding if outcome.verdict.causes else None
@@ -102,7 +97,7 @@ def main() -> int:
     has_libraries = importlib.util.find_spec(LIBRARY) is not None
     for name in fnmatch.filter(SCRIPTS, only):
         if has_libraries or name != "libraries":
-            rows[name] = script_row(name)
+            rows[name] = f"| {name} | {' | '.join(try_right(name))} |"
             print(rows[name], flush=True)
     for fault in faults():
         if fnmatch.fnmatch(fault.id, only) and (has_libraries or not fault.needs):

@@ -63,10 +63,7 @@ def main():
         train(loader, model, criterion, optimizer, args.steps - 2 * epoch)
         val_loss = validate(val_loader, model, criterion)
         scheduler.step(val_loss)
-        if rank == 0:
-            print(f"epoch {epoch} validation loss {val_loss:.4f} lr {scheduler.get_last_lr()}")
     frame.end(rank, model.module)
 
 
-if __name__ == "__main__":
-    main()
+main()

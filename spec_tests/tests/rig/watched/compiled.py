@@ -59,8 +59,6 @@ for step in range(args.steps):
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     scheduler.step()
-    if rank == 0:
-        print(f"step {step} loss {loss.item():.4f} norm {norm.item():.4f}")
 if rank == 0:
     raw_model.eval()
     with torch.no_grad():

@@ -119,5 +119,4 @@ def main():
     frame.end(rank, ddp)
 
 
-if __name__ == "__main__":
-    main()
+main()

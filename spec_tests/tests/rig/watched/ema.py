@@ -81,5 +81,4 @@ def main():
     frame.end(rank, net, ema)
 
 
-if __name__ == "__main__":
-    main()
+main()

@@ -74,10 +74,7 @@ def main():
         loss = lm_loss(model, batch)
         loss.backward()
         optimizer.step()
-        if rank == 0:
-            print(f"step {step} loss {loss.item():.4f}")
     frame.end(rank, model)
 
 
-if __name__ == "__main__":
-    main()
+main()

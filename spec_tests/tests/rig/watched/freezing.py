@@ -66,10 +66,7 @@ def main():
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        if rank == 0:
-            print(f"step {step} loss {loss.item():.4f}")
     frame.end(rank, net)
 
 
-if __name__ == "__main__":
-    main()
+main()

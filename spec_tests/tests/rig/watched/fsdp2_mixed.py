@@ -82,5 +82,4 @@ def main():
     frame.end(rank, model)
 
 
-if __name__ == "__main__":
-    main()
+main()

@@ -75,10 +75,7 @@ def main():
             if (step := step + 1) >= args.steps:
                 break
         epoch += 1
-    if rank == 0:
-        print(f"mesh {tuple(mesh.shape)} last loss {loss.item():.4f}")
     frame.end(rank, model)
 
 
-if __name__ == "__main__":
-    main()
+main()

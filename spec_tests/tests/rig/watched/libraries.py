@@ -47,5 +47,4 @@ def main():
     frame.end(accelerator.process_index, accelerator.unwrap_model(model))
 
 
-if __name__ == "__main__":
-    main()
+main()

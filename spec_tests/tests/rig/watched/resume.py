@@ -75,8 +75,6 @@ class Trainer:
             loss.backward()
             self.optimizer.step()
             self.step += 1
-            if self.rank == 0:
-                print(f"step {self.step} loss {loss.item():.4f}")
 
 
 def setup(attempt):
@@ -108,5 +106,4 @@ def main():
     frame.end(trainer.rank, trainer.model)
 
 
-if __name__ == "__main__":
-    main()
+main()

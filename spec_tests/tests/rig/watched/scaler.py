@@ -51,10 +51,7 @@ def main():
             scaler.step(opt)
             scaler.update()
             opt.zero_grad()
-            if rank == 0:
-                print(f"step {i // 2} loss {loss.item():.4f} scale {scaler.get_scale():.0f}")
     frame.end(rank, net)
 
 
-if __name__ == "__main__":
-    main()
+main()

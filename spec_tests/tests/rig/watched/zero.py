@@ -74,5 +74,4 @@ def main():
     frame.end(rank, model.module)
 
 
-if __name__ == "__main__":
-    main()
+main()
