@@ -193,7 +193,8 @@ def held_by_one(ctx, holder, job):
 @clause(
     "training.gradient.leftovers-outside-the-model",
     level="production",
-    source="contract: leftovers; model.zero_grad() does not reach what the optimizer alone holds",
+    source="contract: leftovers; model.zero_grad() does not reach what the optimizer alone holds, "
+    "nor optimizer.zero_grad() what the model alone holds",
     worlds=(1,),
 )
 @pytest.mark.parametrize("holder", ["optimizer", "model"])

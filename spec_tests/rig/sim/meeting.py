@@ -360,12 +360,15 @@ class SimWork(dist.Work):
 
 
 def call_site() -> str:
-    """File and line of the innermost frame that is neither torch's nor the rig's."""
+    """File and line of the innermost frame that is neither torch's nor the rig's, nor a wrapper's.
+
+    Deprecated functions of torch are wrapped by typing_extensions.
+    """
     frame = sys._getframe(1)
     found = frame
     while frame is not None:
         name = frame.f_code.co_filename
-        if "/torch/" not in name and "/rig/sim/" not in name:
+        if not any(part in name for part in ("/torch/", "/rig/sim/", "/typing_extensions.py")):
             found = frame
             break
         frame = frame.f_back  # type: ignore[assignment]  # None ends the loop
