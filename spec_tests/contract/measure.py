@@ -42,6 +42,9 @@ def memory_estimate(
         model-stays: Gradients, modes and ties of the model, and generators, are as before.
         memory-stays: Memory in use is as before.
         positive: Sizes that are not positive are a ValueError.
+
+    Level `production`:
+        meta: A model on the meta device is estimated in less than a hundredth of its memory.
     """
 
 
@@ -141,6 +144,9 @@ def model_flops_utilization(
         dense-peak: The peak is the vendor's for dense products of that dtype.
         tensor-cores: The peak is of tensor cores where they take the dtype (float32 is not TF32).
         unknown: None for a device that is not known: never a guess.
+
+    Level `production`:
+        known: At least one of A100, H100 and H200 is known in bfloat16.
     """
 
 
@@ -213,4 +219,7 @@ def summarize_trace(path: Path) -> dict[str, Any]:
         no-bytes: `bytes` is None where the trace does not say.
         peak-memory: The largest `Total Allocated` of `[memory]` of that `Device Type`, else None.
         refuses: Another file, one that is cut off or one without a step is a ValueError or OSError.
+
+    Level `production`:
+        names-file: The error for a file that is refused contains the name of the file.
     """

@@ -57,6 +57,9 @@ def flash_attention(
         saved-for-backward: A change in place of what the backward needs is noticed.
         second-derivative: A second derivative is right.
         transforms: The transforms of torch.func are right.
+        wanted-gradients: Each input that requires a gradient gets one, and no other input does.
+        streams: A call computes on the current stream of the device.
+        in-bounds: A kernel loads and stores only within the tensors that it is passed.
 
     Level `production`:
         float32-products: Products of float32 keep its 24 bits, on tensor cores as well.
@@ -64,12 +67,22 @@ def flash_attention(
         bad-inputs: Inputs that do not fit (dtypes, devices, shapes) are a ValueError naming one.
         empty: Sizes of zero give empty results, or those of rows that see no key.
         nan-comes-out: NaN in a query, key or value is NaN in each output row that depends on it.
+        equal-runs: Equal inputs give equal bits of output, LSE and gradients, every time.
+        kernel-race: In a launch an element is stored once; no program reads another's stores.
+        work: Kernels compute two products in a forward and at most seven in a backward.
+        hidden-tiles: At 256 keys, `causal` leaves 4/5 of the products at most, 9/10 of the loads.
+        compile: `torch.compile(fullgraph=True)` compiles a call and changes no value.
+        operators: Custom operators pass `torch.library.opcheck`.
+        flops: `FlopCounterMode` counts 2 products forward, 4 to 7 backward (all or visible keys).
+        autocast: Under `torch.autocast` results are as good as one rounding to its dtype.
+        autocast-mixed: Under `torch.autocast` inputs of unequal dtypes are cast to its dtype.
 
     May be refused:
         large-dims: A head dim above 256.
         float64: Inputs in float64.
         second-derivative: A second derivative.
         transforms: A transform of torch.func.
+        autocast-mixed: Inputs of unequal dtypes under `torch.autocast`, with a ValueError.
     """
 
 
@@ -96,4 +109,7 @@ def language_model(
     Level `correct`:
         rows-apart: The logits do not depend on the other sequences of the batch.
         sees-order: The logits depend on the order of the earlier ids.
+
+    Level `production`:
+        gradients: A loss over all places gives every trainable parameter a finite gradient.
     """

@@ -148,6 +148,7 @@ def build_trainer(
         trainers-apart: Several trainers in one process do not disturb each other.
         equal-ranks: All ranks hold the same bits after a step, also where gradients are not finite.
         equal-runs: Equal runs give equal bits.
+        no-growth: Memory between steps does not grow from step to step.
         declares: `declares` names choices and values that `Trainer` lists.
 
     Level `production`:

@@ -72,6 +72,8 @@ def token_loader(
     Level `production`:
         off-grid: A state that lies between two batches of another W*B is refused.
         memory: Memory grows with the batches, not with the shards.
+        descriptors: Further passes leave no further file descriptors open.
+        names-file: The error for a bad or absent file contains the name of the file.
 
     May be refused:
         callers-order: A file that is listed twice, at construction.
@@ -146,6 +148,7 @@ def train(
         batches-stay: Batches are only read.
         max-norm-zero: A `max_norm` of 0 leaves the weights.
         lr-ends: A StopIteration of `lr` is an error of the call.
+        one-reduction: Gradients are reduced once per optimizer step, not per micro-batch.
 
     May be refused:
         short-step: A step that lacks data.
@@ -190,7 +193,7 @@ def save_checkpoint(
     Level `production`:
         sharded-model: A model that `fully_shard` sharded is saved, and the optimizer of its shards.
         whole-model: A model that `fsdp` sharded is saved, and the optimizer of its shards.
-        state-dtypes: The optimizer's state is saved in the dtypes that it has.
+        state-dtypes: The optimizer's state is saved and loaded in the dtypes that it has.
         each-loader: Each rank's state of its loader is saved, also of a loader of length 0.
         part-buffers: A buffer that is a part of another one is saved.
 
@@ -225,7 +228,15 @@ def load_checkpoint(
         no-fit: A model that does not fit is an error on all ranks.
         none: Where there is no checkpoint, 0 is returned and nothing changes.
 
+    Level `production`:
+        optimizer-names: Optimizer state follows parameter names; order and groups may differ.
+        any-place: A checkpoint loads from any working directory, and after its folder was moved.
+        failed-load: A load that raises leaves model, optimizer, loader and generators as they are.
+        names-tensor: The error for a model that does not fit names a tensor that does not fit.
+        runs-no-code: A load runs no code that a file of the checkpoint asks for.
+
     May be refused:
         damaged: A folder in which a checkpoint is incomplete or damaged.
         none: A folder without a checkpoint.
+        optimizer-names: An optimizer whose parameters have another order or other groups.
     """

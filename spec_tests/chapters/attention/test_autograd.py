@@ -243,7 +243,7 @@ def test_no_element_is_left_as_the_allocator_gave_it(world, subject):
 @clause(
     "attention.autograd.repeatable",
     level="production",
-    source="flash-attn tests, deterministic backward: dQ by atomics is not",
+    source="contract: equal-runs; flash-attn tests, deterministic backward: dQ by atomics is not",
 )
 def test_equal_inputs_give_equal_bits(world, subject):
     """Equal inputs MUST give equal bits of O, L, dQ, dK and dV, every time."""
@@ -296,7 +296,7 @@ def on_side_stream(ctx, subject, problem):
 
 @clause(
     "attention.device.side-stream",
-    source="xformers, test_cuda_streams; a launch on the default stream",
+    source="contract: streams; xformers, test_cuda_streams; a launch on the default stream",
     transports=("cuda",),
     no_impostor="seen on a GPU alone: elsewhere there are no streams",
 )

@@ -94,7 +94,8 @@ def _none(world, subject, problem, what):
 
 @clause(
     "attention.kernels.one-writer",
-    source="flash-attn, deterministic backward; two programs that store one element race",
+    source="contract: kernel-race; "
+    "flash-attn, deterministic backward; two programs that store one element race",
 )
 @law.problems(RAGGED)
 def test_each_element_is_stored_once(world, subject, problem):
@@ -104,7 +105,8 @@ def test_each_element_is_stored_once(world, subject, problem):
 
 @clause(
     "attention.kernels.reads-nothing-of-others",
-    source="programs of a launch have no order; the interpreter's is an accident",
+    source="contract: kernel-race; "
+    "programs of a launch have no order; the interpreter's is an accident",
 )
 @law.problems(RAGGED)
 def test_no_program_reads_what_another_wrote(world, subject, problem):
@@ -115,7 +117,7 @@ def test_no_program_reads_what_another_wrote(world, subject, problem):
 @clause(
     "attention.kernels.in-bounds",
     level="correct",
-    source="what lies beyond is another tensor, or a fault of the process",
+    source="contract: in-bounds; what lies beyond is another tensor, or a fault of the process",
 )
 @law.problems(RAGGED)
 def test_no_address_lies_outside_of_the_arguments(world, subject, problem):
@@ -155,7 +157,8 @@ def test_products_on_tensor_cores_keep_24_bits(world, subject, part):
 
 @clause(
     "attention.kernels.work",
-    source="Dao 2023: two products forward, five backward, seven where dQ has a pass of its own",
+    source="contract: work, hidden-tiles; "
+    "Dao 2023: two products forward, five backward, seven where dQ has a pass of its own",
 )
 def test_products_are_those_of_the_algorithm_and_half_with_a_mask(world, subject):
     """A forward MUST take two products, a backward seven at most, and causal four fifths of that.

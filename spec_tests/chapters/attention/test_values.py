@@ -374,7 +374,10 @@ def wanted_only(ctx, subject, problem, names):
     return {name: leaf.grad for name, leaf in leaves.items()}
 
 
-@clause("attention.gradients.only-where-wanted", source="torch.autograd.Function: needs_input_grad")
+@clause(
+    "attention.gradients.only-where-wanted",
+    source="contract: wanted-gradients; torch.autograd.Function: needs_input_grad",
+)
 @pytest.mark.parametrize("names", ["dQ", "dK", "dV", "dK+dV"])
 def test_gradients_arrive_where_they_are_wanted_and_nowhere_else(world, subject, names):
     """Inputs that require no gradient MUST get none, and the others theirs."""

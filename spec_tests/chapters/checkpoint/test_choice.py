@@ -217,7 +217,8 @@ def test_a_model_that_does_not_fit_is_an_error(world, change):
 @clause(
     "checkpoint.mismatch.changes-nothing",
     level="production",
-    source="a load that fails half way leaves a model that nobody ever trained",
+    source="contract: failed-load; "
+    "a load that fails half way leaves a model that nobody ever trained",
 )
 @OTHERS
 def test_a_load_that_raises_changes_nothing(world, change):
@@ -230,7 +231,7 @@ def test_a_load_that_raises_changes_nothing(world, change):
 @clause(
     "checkpoint.mismatch.names-the-culprit",
     level="production",
-    source="torch.nn.Module.load_state_dict names the keys",
+    source="contract: names-tensor; torch.nn.Module.load_state_dict names the keys",
     worlds=(2,),
 )
 @OTHERS
@@ -264,7 +265,8 @@ def with_traps(ctx, directory):
 @clause(
     "checkpoint.safety.runs-no-code",
     level="production",
-    source="torch.load, weights_only; torch.distributed.checkpoint unpickles its metadata freely",
+    source="contract: runs-no-code; "
+    "torch.load, weights_only; torch.distributed.checkpoint unpickles its metadata freely",
     worlds=(1,),
 )
 def test_a_checkpoint_runs_no_code(world):

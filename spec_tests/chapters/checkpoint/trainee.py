@@ -107,6 +107,7 @@ class Trainee:
             bare toy, which every rank then trains on the same data.
         change: alters the model before anything is made of it.
         reverse: parameters in reverse order, in two groups.
+        one_group: where they are reversed, in one group.
         loader: the class of its loader.
     """
 
@@ -120,6 +121,7 @@ class Trainee:
         wrapper: str | None = None,
         change: Callable[[nn.Module], None] | None = None,
         reverse: bool = False,
+        one_group: bool = False,
         loader: type[Stream] = Stream,
     ) -> None:
         self.ctx, self.wrapper = ctx, wrapper
@@ -129,7 +131,9 @@ class Trainee:
         self.original = dict(self.module.named_parameters())
         trainable = [p for p in self.original.values() if p.requires_grad]
         groups = [{"params": trainable}]
-        if reverse:
+        if reverse and one_group:
+            groups = [{"params": trainable[::-1]}]
+        elif reverse:
             groups = [{"params": trainable[:0:-1]}, {"params": trainable[:1]}]
         self.optimizer = OPTIMIZERS[optimizer](groups)
         for group in self.optimizer.param_groups:

@@ -173,7 +173,11 @@ def test_a_file_of_any_other_size_is_refused(world, subject, size):
         refused(ranks, "ValueError", given=given)
 
 
-@clause("data.refusal.names-the-file", level="production", source="one bad file of 103: which?")
+@clause(
+    "data.refusal.names-the-file",
+    level="production",
+    source="contract: names-file; one bad file of 103: which?",
+)
 @pytest.mark.parametrize("damage", ["foreign-magic", "half", "empty", "one-byte-long", "missing"])
 def test_the_message_names_the_file(world, subject, damage):
     """The message about a bad file MUST name it: there are a hundred of them."""
@@ -193,7 +197,8 @@ def test_the_message_says_what_was_found(world, subject, damage):
     """The message about a bad file SHOULD hold the number that was found."""
     [error] = ending(world, with_damage, damage, first=True)
 
-    short = {SIZE - 2, LENGTH - 1}
+    # In bytes of the file, in bytes of its tokens, and in tokens.
+    short = {SIZE - 2, 2 * (LENGTH - 1), LENGTH - 1}
     found = {"foreign-magic": {20240801}, "later-version": {2}, "one-token-short": short}
     # As a word: digits of a folder's name are no finding.
     said = any(re.search(rf"\b{number}\b", error["text"]) for number in found[damage])

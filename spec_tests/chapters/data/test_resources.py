@@ -87,7 +87,7 @@ def descriptors(ctx, layout, passes):
 
 @clause(
     "data.resources.descriptors",
-    source="a file that is opened again for every pass and never closed",
+    source="contract: descriptors; a file that is opened again for every pass and never closed",
 )
 def test_passes_leave_no_descriptor_behind(world, subject):
     """Further passes MUST NOT leave further descriptors open."""

@@ -210,7 +210,7 @@ def alone(ctx, subject):
     worlds=(1,),
 )
 def test_one_rank_alone_sends_nothing(world, subject):
-    """In a world of one, forward and backward MUST send nothing: each message is a copy."""
+    """In a world of one, forward and backward SHOULD send nothing: each message is a copy."""
     logs = world.run(alone, subject)
 
     traffic.silent(logs, when="in a step, where there is one rank")

@@ -110,7 +110,7 @@ def test_the_part_of_a_known_device_is_of_its_dense_peak(world, subject, device)
         numbers({"utilisation": found}, {"utilisation": allowed}, likely=likely, given=given)
 
 
-@clause("measure.mfu.knows-a-device", level="production", source=PALM)
+@clause("measure.mfu.knows-a-device", level="production", source="contract: known; " + PALM)
 def test_the_common_devices_are_known(world, subject):
     """At least one of A100, H100 and H200 MUST be known in bfloat16."""
     names = [name for name, dtype, _ in KNOWN.values() if dtype == torch.bfloat16]

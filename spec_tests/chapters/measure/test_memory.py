@@ -205,7 +205,8 @@ def of_a_large_model(ctx):
 @clause(
     "measure.memory.before-anything-is-allocated",
     level="production",
-    source="PyTorch: FakeTensorMode estimates without memory; a course built the model to count it",
+    source="contract: meta; "
+    "PyTorch: FakeTensorMode estimates without memory; a course built the model to count it",
     transports=("gloo",),
 )
 def test_a_model_on_meta_is_estimated_without_its_memory(world, subject):

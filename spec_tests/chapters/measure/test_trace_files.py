@@ -97,7 +97,9 @@ def test_what_is_no_whole_trace_is_refused(world, subject, bad):
 
 
 @clause(
-    "measure.trace.names-the-file", level="production", source="sixteen files of one folder: which?"
+    "measure.trace.names-the-file",
+    level="production",
+    source="contract: names-file; sixteen files of one folder: which?",
 )
 @pytest.mark.parametrize("bad", list(BAD))
 def test_the_refusal_names_the_file(world, subject, bad):

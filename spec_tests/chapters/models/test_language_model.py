@@ -167,7 +167,8 @@ def trained_once(ctx):
 @clause(
     "models.gradients.reach-every-parameter",
     level="production",
-    source="DistributedDataParallel: a parameter without a gradient is an error by default",
+    source="contract: gradients; "
+    "DistributedDataParallel: a parameter without a gradient is an error by default",
 )
 def test_every_parameter_gets_a_finite_gradient(world, subject):
     """One loss over all places MUST give every trainable parameter a finite gradient."""

@@ -144,7 +144,11 @@ def test_parameters_are_divided(world, subject):
     )
 
 
-@clause("trainer.footprint.does-not-grow", level="correct", source="pytorch issue 158719")
+@clause(
+    "trainer.footprint.does-not-grow",
+    level="correct",
+    source="contract: no-growth; pytorch issue 158719",
+)
 def test_memory_does_not_grow(world, subject):
     """The memory that a trainer holds between steps MUST NOT grow from step to step."""
     for rank, (few, many) in enumerate(

@@ -391,7 +391,8 @@ def sent(ctx, wrapper, job):
 @clause(
     "training.traffic.one-reduction-per-step",
     level="production",
-    source="accelerate issue 1726, sentence-transformers issue 4027, speechbrain issue 1802",
+    source="contract: one-reduction; "
+    "accelerate issue 1726, sentence-transformers issue 4027, speechbrain issue 1802",
     worlds=(2, 3),
 )
 @pytest.mark.parametrize("wrapper", WRAPPERS)

@@ -256,6 +256,12 @@ def test_clauses_judge_every_promise_at_its_level():
     assert lowest == {id: PROMISES[id].level for id in judged}
 
 
+def test_every_must_clause_follows_from_a_promise():
+    """Whoever keeps every promise is right, so no clause may reject for anything else."""
+    musts = [found for found in ledger.load_all() if found.strength is Strength.MUST]
+    assert [found.id for found in musts if not found.promises] == []
+
+
 def test_a_source_speaks_of_the_contract_by_names_of_promises_and_first():
     others = {c.id: c.source.removeprefix("contract: ") for c in ledger.load_all()}
     assert [id for id, source in others.items() if "contract:" in source] == []
