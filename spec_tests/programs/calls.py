@@ -23,6 +23,7 @@
     step_one WHICH      the first optimizer, or the others, do
     zero_grad HOW       of the optimizers, to None or to zero, or of the model
     evaluate N, infer N a forward under no_grad, in inference mode
+    evaluate_apart N    the first, in evaluation mode, which is switched on and off for it
     record N            a forward of training whose loss is dropped
     fails N LAYER       an exception in the forward of a layer (first, middle, last)
     fails_backward ...  the same in the backward
@@ -97,7 +98,7 @@ class Verb:
         then: the state that it leaves.
         of: functions of the contract that have it.
         level: the level of the contract that promises it.
-        often: how often it is drawn, beside the others.
+        often: how often it is drawn, beside the others; never if 0: seeds and clauses have it.
         refusable: functions that may refuse it with an error.
         later: functions that promise it at level "production" alone.
         sends: whether it may send more than gathers that a later pass then need not send.
@@ -289,6 +290,7 @@ VERBS: dict[str, Verb] = {
     "fails_evaluating": _OF_TRAINERS("micro", then=_becomes(may_refuse=True)),
     "evaluate": Verb("micro", of=MODELS + TRAINERS, reduces=0, ends="forward"),
     "infer": Verb("micro", ends="forward"),
+    "evaluate_apart": Verb("micro", often=0, reduces=0, ends="forward"),
     "record": Verb("micro", of=SHARDS + WHOLE, later=WHOLE, reduces=0, ends="forward"),
     "fails": Verb(
         "micro layer",
@@ -379,7 +381,9 @@ def next_state(state: State, call: Call, scene: Scene, subject: str, size: int) 
     is_there = is_there and not (state.waits and subject in REPLICAS and verb.records)
     # Outside of training steps it is open whether replicas take the first rank's buffers.
     is_there = is_there and not (
-        scene["buffers"] and subject in REPLICAS and name in ("evaluate", "infer", "aside", "fails")
+        scene["buffers"]
+        and subject in REPLICAS
+        and name in ("evaluate", "evaluate_apart", "infer", "aside", "fails")
     )
     # Plain gradients that differ between ranks have no norm; narrow ones are rounded.
     is_there = is_there and not (
