@@ -207,6 +207,9 @@ class Alone:
         self._add(losses)
         return self.gradients()
 
+    def begun(self, micro: str) -> None:
+        self._add(self._losses(micro))
+
     def local(self) -> Gradients:
         return self.gradients(FAULTS["local"] if self.fault.heeds_no_sync else None)
 

@@ -5,6 +5,7 @@
     backward N          forward, reduced backward of micro-batch N, and its finish
     both N M            two forwards, one backward of the sum of their losses
     several N M         two backwards before one finish
+    begun N             a reduced backward whose finish is a later call
     twice N             two backwards of one forward
     accumulate N        forward and backward whose gradients stay on this rank
     locally N           the same of a whole model
@@ -79,7 +80,7 @@ from spec_tests.programs.scene import (
     num_parameters,
 )
 from spec_tests.programs.state import State
-from spec_tests.programs.words import EVERY, SAVED, WORDS
+from spec_tests.programs.words import BEFORE_A_FINISH, EVERY, SAVED, WORDS
 
 Call = tuple[str, ...]
 Program = tuple[Call, ...]
@@ -187,6 +188,9 @@ VERBS: dict[str, Verb] = {
         reduces=2,
         records=True,
     ),
+    "begun": Verb(
+        "micro", _is_whole, _adds(1, is_begun=True), of=REPLICAS, often=0, reduces=1, records=True
+    ),
     "accumulate": Verb(
         "micro",
         _is_whole,
@@ -277,7 +281,10 @@ VERBS: dict[str, Verb] = {
     ),
     # After an exception it ends a backward, or nothing is promised.
     "finish": Verb(
-        "", lambda s: _rests(s) and (s.is_reduced or not s.may_refuse), of=REPLICAS + WHOLE
+        "",
+        lambda s: _rests(s) and (s.is_reduced or not s.may_refuse),
+        _becomes(is_begun=False),
+        of=REPLICAS + WHOLE,
     ),
     "step": Verb("", _rests, lambda s: replace(_cleared(s), is_zeroed=False), often=4, sends=False),
     "step_one": Verb("which", _rests, lambda s: replace(_cleared(s), is_zeroed=False), sends=False),
@@ -374,7 +381,7 @@ def next_state(state: State, call: Call, scene: Scene, subject: str, size: int) 
     """Return the state that a call leaves; None where it is not legal."""
     name, *words = call
     verb = VERBS[name]
-    is_there = subject in verb.of
+    is_there = subject in verb.of and (not state.is_begun or name in BEFORE_A_FINISH)
     # Ranks that use other branches are interrupted after other reductions.
     is_there = is_there and not (scene["toy"][2] and name == "fails_backward")
     # The contract of replicas is silent about a forward between a forward and its backward.

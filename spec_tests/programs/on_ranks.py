@@ -239,11 +239,12 @@ class OnRank:
 
     both = backward
 
+    def begun(self, micro: str) -> None:
+        self.loss(micro).backward()
+
     def several(self, one: str, other: str) -> Gradients:
-        self.loss(one).backward()
-        self.loss(other).backward()
-        self.finish_backward()
-        return self.gradients()
+        self.begun(one)
+        return self.backward(other)
 
     def twice(self, micro: str) -> Gradients:
         loss = self.loss(micro)
