@@ -127,6 +127,8 @@ class Alone:
             self._take_buffers()
         for number, rank in enumerate(self.peers):
             outputs[number] = outputs[number] + self.buffers[rank]
+            if self.scene["buffers"] == "integers":
+                outputs[number] = outputs[number] + self.buffers[rank] % 2  # the other buffer
             if self.scene["mode"]:
                 batch = self.toy.batch(SEED, rank=rank, micro=int(micro))
                 self.buffers[rank] = next_buffer(self.buffers[rank], batch)
@@ -205,6 +207,9 @@ class Alone:
         self._add(losses)
         return self.gradients()
 
+    def begun(self, micro: str) -> None:
+        self._add(self._losses(micro))
+
     def local(self) -> Gradients:
         return self.gradients(FAULTS["local"] if self.fault.heeds_no_sync else None)
 
@@ -267,7 +272,7 @@ class Alone:
     def evaluate(self, micro: str) -> Named:
         return {"output": self.output(micro, self.rank).detach()}
 
-    infer = aside = evaluate
+    infer = aside = evaluate_apart = evaluate
 
     def record(self, micro: str) -> Named:
         outputs = self._trained(micro, is_local=False)

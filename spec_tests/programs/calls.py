@@ -5,6 +5,7 @@
     backward N          forward, reduced backward of micro-batch N, and its finish
     both N M            two forwards, one backward of the sum of their losses
     several N M         two backwards before one finish
+    begun N             a reduced backward whose finish is a later call
     twice N             two backwards of one forward
     accumulate N        forward and backward whose gradients stay on this rank
     locally N           the same of a whole model
@@ -23,6 +24,7 @@
     step_one WHICH      the first optimizer, or the others, do
     zero_grad HOW       of the optimizers, to None or to zero, or of the model
     evaluate N, infer N a forward under no_grad, in inference mode
+    evaluate_apart N    the first, in evaluation mode, which is switched on and off for it
     record N            a forward of training whose loss is dropped
     fails N LAYER       an exception in the forward of a layer (first, middle, last)
     fails_backward ...  the same in the backward
@@ -78,7 +80,7 @@ from spec_tests.programs.scene import (
     num_parameters,
 )
 from spec_tests.programs.state import State
-from spec_tests.programs.words import EVERY, SAVED, WORDS
+from spec_tests.programs.words import BEFORE_A_FINISH, EVERY, SAVED, WORDS
 
 Call = tuple[str, ...]
 Program = tuple[Call, ...]
@@ -97,7 +99,7 @@ class Verb:
         then: the state that it leaves.
         of: functions of the contract that have it.
         level: the level of the contract that promises it.
-        often: how often it is drawn, beside the others.
+        often: how often it is drawn, beside the others; never if 0: seeds and clauses have it.
         refusable: functions that may refuse it with an error.
         later: functions that promise it at level "production" alone.
         sends: whether it may send more than gathers that a later pass then need not send.
@@ -185,6 +187,9 @@ VERBS: dict[str, Verb] = {
         refusable=REPLICAS + WHOLE,
         reduces=2,
         records=True,
+    ),
+    "begun": Verb(
+        "micro", _is_whole, _adds(1, is_begun=True), of=REPLICAS, often=0, reduces=1, records=True
     ),
     "accumulate": Verb(
         "micro",
@@ -276,7 +281,10 @@ VERBS: dict[str, Verb] = {
     ),
     # After an exception it ends a backward, or nothing is promised.
     "finish": Verb(
-        "", lambda s: _rests(s) and (s.is_reduced or not s.may_refuse), of=REPLICAS + WHOLE
+        "",
+        lambda s: _rests(s) and (s.is_reduced or not s.may_refuse),
+        _becomes(is_begun=False),
+        of=REPLICAS + WHOLE,
     ),
     "step": Verb("", _rests, lambda s: replace(_cleared(s), is_zeroed=False), often=4, sends=False),
     "step_one": Verb("which", _rests, lambda s: replace(_cleared(s), is_zeroed=False), sends=False),
@@ -289,6 +297,7 @@ VERBS: dict[str, Verb] = {
     "fails_evaluating": _OF_TRAINERS("micro", then=_becomes(may_refuse=True)),
     "evaluate": Verb("micro", of=MODELS + TRAINERS, reduces=0, ends="forward"),
     "infer": Verb("micro", ends="forward"),
+    "evaluate_apart": Verb("micro", often=0, reduces=0, ends="forward"),
     "record": Verb("micro", of=SHARDS + WHOLE, later=WHOLE, reduces=0, ends="forward"),
     "fails": Verb(
         "micro layer",
@@ -372,14 +381,16 @@ def next_state(state: State, call: Call, scene: Scene, subject: str, size: int) 
     """Return the state that a call leaves; None where it is not legal."""
     name, *words = call
     verb = VERBS[name]
-    is_there = subject in verb.of
+    is_there = subject in verb.of and (not state.is_begun or name in BEFORE_A_FINISH)
     # Ranks that use other branches are interrupted after other reductions.
     is_there = is_there and not (scene["toy"][2] and name == "fails_backward")
     # The contract of replicas is silent about a forward between a forward and its backward.
     is_there = is_there and not (state.waits and subject in REPLICAS and verb.records)
     # Outside of training steps it is open whether replicas take the first rank's buffers.
     is_there = is_there and not (
-        scene["buffers"] and subject in REPLICAS and name in ("evaluate", "infer", "aside", "fails")
+        scene["buffers"]
+        and subject in REPLICAS
+        and name in ("evaluate", "evaluate_apart", "infer", "aside", "fails")
     )
     # Plain gradients that differ between ranks have no norm; narrow ones are rounded.
     is_there = is_there and not (

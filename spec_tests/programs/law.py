@@ -41,7 +41,9 @@ RATIOS = ("summed", "divided-twice")
 EXACT = ("sgd", "momentum", "counts-steps", "counts-later")
 """Optimizers whose factors are powers of two: each operation is the same, however it is divided."""
 SHOWS = (
-    dict.fromkeys(("evaluate", "infer", "aside", "record"), "output of one process")
+    dict.fromkeys(
+        ("evaluate", "evaluate_apart", "infer", "aside", "record"), "output of one process"
+    )
     | dict.fromkeys(("step", "step_one", "load", "unshard"), "weight of one process")
     | dict.fromkeys(("local", "directly"), "local sum of gradients")
     | {"clip": "norm and clipped gradient of one process"}

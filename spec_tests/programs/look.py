@@ -81,7 +81,8 @@ def judge_form(ranks: Sequence[dict[str, Any]], subject: str, scene: Scene, give
     judge.equal(said, str(dtype).removeprefix("torch."), quantity="output of dtype", given=given)
     if scene["buffers"]:
         dtypes = [rank["seen"]["dtype"] for rank in ranks]
-        judge.equal(dtypes, "float32", quantity="buffer of dtype", given=given)
+        dtype = "int64" if scene["buffers"] == "integers" else "float32"
+        judge.equal(dtypes, dtype, quantity="buffer of dtype", given=given)
     module = TOYS[scene["toy"][0]].build(0)
     for number, (name, p) in enumerate(module.named_parameters()):
         dtype = str(scene.weights or p.dtype).removeprefix("torch.")

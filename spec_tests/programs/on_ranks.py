@@ -99,7 +99,11 @@ class OnRank:
     def _buffered(self) -> Callable[..., torch.Tensor]:
         """Return a forward that adds a buffer to its output, and changes it in training."""
         module, inner = self.module, self.module.forward
-        module.register_buffer("seen", torch.tensor(first_buffer(self.ctx.rank)))
+        is_integer = self.scene["buffers"] == "integers"
+        first = torch.tensor(first_buffer(self.ctx.rank))
+        module.register_buffer("seen", first.long() if is_integer else first)
+        if is_integer:
+            module.register_buffer("odd", first % 2 == 1)
 
         def forward(x: torch.Tensor, *flags: str, **named: str) -> torch.Tensor:
             y: torch.Tensor = inner(x, *flags, **named)
@@ -107,13 +111,17 @@ class OnRank:
                 return y
             seen: Any = module.seen
             y = y + seen.to(y.dtype)
+            if is_integer:
+                y = y + module.odd.to(y.dtype)  # type: ignore[operator]  # a buffer
             if module.training:
                 with torch.no_grad():
                     found = next_buffer(seen, x)
-                    if self.scene["buffers"] == "in place":
-                        seen.copy_(found)
-                    else:
+                    if self.scene["buffers"] == "by assignment":
                         module.seen = found
+                    else:
+                        seen.copy_(found)
+                    if is_integer:
+                        module.odd.copy_(found % 2 == 1)  # type: ignore[union-attr, operator]  # a buffer
             return y
 
         return forward
@@ -231,11 +239,12 @@ class OnRank:
 
     both = backward
 
+    def begun(self, micro: str) -> None:
+        self.loss(micro).backward()
+
     def several(self, one: str, other: str) -> Gradients:
-        self.loss(one).backward()
-        self.loss(other).backward()
-        self.finish_backward()
-        return self.gradients()
+        self.begun(one)
+        return self.backward(other)
 
     def twice(self, micro: str) -> Gradients:
         loss = self.loss(micro)
@@ -299,6 +308,12 @@ class OnRank:
         found = self.output(micro)
         self.records = found.requires_grad
         return {"output": exact(found)}
+
+    def evaluate_apart(self, micro: str) -> Named:
+        self.wrapped.eval()
+        found = self.evaluate(micro)
+        self.wrapped.train(self.scene["mode"])
+        return found
 
     def aside(self, micro: str) -> Named:
         with self.quietly():

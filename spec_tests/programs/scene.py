@@ -215,6 +215,10 @@ AXES: Mapping[str, Mapping[str, Word]] = {
         "no-buffer": Word(),
         "counting": Word("in place", level="production", toys=WITH_BUFFERS),
         "replacing": Word("by assignment", level="production", toys=WITH_BUFFERS),
+        # The buffer is an integer, beside one of truth values; the output gets their sum.
+        "counting-integers": Word(
+            "integers", level="production", toys=WITH_BUFFERS, of=REPLICAS, is_drawn=False
+        ),
     },
     "built": {"here": Word(), "on-meta": Word()},
     # Powers of two: of integer gradients each step of SGD is exact, however it is divided.

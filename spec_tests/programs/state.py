@@ -12,6 +12,7 @@ class State:
     Attributes:
         shares: micro-batches in the gradients; the arithmetic of a toy is exact for so many.
         is_open: gradients of single ranks wait for their reduction.
+        is_begun: a reduced backward is not finished yet.
         waits: a loss exists whose backward is still to come.
         is_left: another backward raised while it waited.
         is_broken: a backward was interrupted, and nothing was cleared since.
@@ -27,6 +28,7 @@ class State:
 
     shares: int = 0
     is_open: bool = False
+    is_begun: bool = False
     waits: bool = False
     is_left: bool = False
     is_broken: bool = False

@@ -6,6 +6,8 @@ from spec_tests.programs.scene import MODELS, OPTIMIZER, REPLICAS, SHARDS, TRAIN
 
 EVERY = MODELS + OPTIMIZER
 SAVED = REPLICAS + SHARDS + OPTIMIZER + TRAINERS
+BEFORE_A_FINISH = ("evaluate", "evaluate_apart", "infer", "finish")
+"""Calls between a backward and its finish of which the contract says what follows."""
 WORDS: dict[str, dict[str, tuple[tuple[str, ...], str]]] = {
     # word: the functions that have it, its level
     "how": {

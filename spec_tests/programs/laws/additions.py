@@ -56,9 +56,14 @@ def _add_layer(model: Layer) -> None:
     model.linear = Adapted(model.linear)
 
 
+def _replace_layer(model: Layer) -> None:
+    model.linear = nn.Linear(4, 4)  # as many parameters as before, of the same shapes
+
+
 ADDITIONS: dict[str, Callable[[Layer], None]] = {
     "parameter": _add_parameter,
     "layer": _add_layer,
+    "replacement": _replace_layer,
 }
 """What is added to a model."""
 
@@ -81,7 +86,7 @@ def added_to(model: Layer, addition: str) -> dict[str, nn.Parameter]:
     device = next(model.parameters()).device
     for parameter in new.values():
         parameter.data = parameter.data.to(device)
-        if addition == "layer":
+        if addition != "parameter":
             parameter.data.fill_(1.0)
     return new
 
