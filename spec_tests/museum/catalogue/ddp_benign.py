@@ -1,5 +1,8 @@
 """Right but unusual: every clause up to level `correct` must accept these."""
 
+import torch
+import torch.distributed as dist
+
 from spec_tests.museum.card import Source, benign
 from spec_tests.plain.ddp import PlainDdp
 
@@ -55,6 +58,52 @@ DDP.benign(
     "+ self.flying.append((bucket, padded[: flat.numel()], handle))",
     does="Reduce-scatter and gather.",
 )
+
+
+class Exchange:
+    """A mean that each rank forms of its own part, by messages between two ranks."""
+
+    def __init__(self, flat, group, tag):
+        self.flat, self.group, self.tag = flat, group, tag
+        self.rank, size = dist.get_rank(group), dist.get_world_size(group)
+        self.parts = list(flat.tensor_split(size))
+        self.peers = [peer for peer in range(size) if peer != self.rank]
+        self.got = [torch.empty_like(self.parts[self.rank]) for _ in self.peers]
+        sent = [self.parts[peer].clone() for peer in self.peers]
+        self.work = self.post(sent, self.got)
+
+    def post(self, sent, got):
+        options = {"group": self.group, "tag": self.tag}
+        messages = zip(self.peers, sent, got, strict=True)
+        return [
+            work
+            for peer, out, into in messages
+            for work in (
+                dist.isend(out, group_dst=peer, **options),
+                dist.irecv(into, group_src=peer, **options),
+            )
+        ]
+
+    def wait(self):
+        for work in self.work:
+            work.wait()
+        own = self.parts[self.rank]
+        # In the order of ranks, so that the sum does not depend on whose part it is.
+        every = [*self.got[: self.rank], own.clone(), *self.got[self.rank :]]
+        own.copy_(torch.stack(every).sum(dim=0))
+        others = [self.parts[peer] for peer in self.peers]
+        for work in self.post([own] * len(others), others):
+            work.wait()
+
+
+@benign("benign.send-and-receive", also=("ddp.traffic.one-copy*", "ddp.overlap.*"))
+class SendsAndReceives(PlainDdp):
+    """Reduces by messages between two ranks; only flags travel by all-reduce."""
+
+    def launch(self, bucket):
+        self.launched += 1
+        flat = torch.cat([self.local(index).reshape(-1) for index in bucket]) / self.size()
+        self.flying.append((bucket, flat, Exchange(flat, self.group, self.launched)))
 
 
 @benign("benign.refuses-unused")

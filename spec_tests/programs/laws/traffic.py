@@ -122,9 +122,10 @@ def reduced_once(
     for rank, log in enumerate(logs):
         sent, padding = log.collectives(*REDUCTIONS), 0
         total = sum(event.numel for event in sent)
-        if not sent and len(logs) > 1:
-            sent = log.collectives(Kind.SEND, Kind.RECEIVE)
-            total, padding = _reduced_pairwise(log, len(logs))
+        if log.collectives(Kind.RECEIVE) and len(logs) > 1:
+            sent = log.collectives(*REDUCTIONS, Kind.SEND, Kind.RECEIVE)
+            pairwise, padding = _reduced_pairwise(log, len(logs))
+            total += pairwise
         judge.holds(
             times * numel - padding <= total <= times * numel + bookkeeping + padding,
             f"rank {rank}: expected reductions of {times} x {numel} gradient elements (and at most "
