@@ -122,7 +122,7 @@ def reduced_once(
     for rank, log in enumerate(logs):
         sent, padding = log.collectives(*REDUCTIONS), 0
         total = sum(event.numel for event in sent)
-        if log.collectives(Kind.RECEIVE) and len(logs) > 1:
+        if total < times * numel and log.collectives(Kind.RECEIVE) and len(logs) > 1:
             sent = log.collectives(*REDUCTIONS, Kind.SEND, Kind.RECEIVE)
             pairwise, padding = _reduced_pairwise(log, len(logs))
             total += pairwise
