@@ -75,6 +75,7 @@ def probe(clause: Clause, impostor: Impostor, worlds: Worlds, *, brief: bool = F
     own = impostor.brings & {*clause.judges}
     worlds = Alone(impostor, worlds) if impostor.alone else worlds
     cases = [case for case in clause.cases() if not own or case["subject"] in own]
+    cases.sort(key=lambda case: case.get("part", 0))  # the first has the seeds, which find most
     for case in _some(cases, f"{impostor.id} {clause.id}") if brief else cases:
         finding.results.append(run_case(clause, target, case, worlds))
         if finding.decisive is not None:
