@@ -215,7 +215,7 @@ def summarize_trace(path: Path) -> dict[str, Any]:
         bytes: `bytes` is the larger of the input and the output on this rank.
         kernel-bytes: Bytes of kernels are from `In msg nelems`, `Out msg nelems` and `dtype`.
         operator-bytes: Bytes of operators are from `Input Dims` and `Input type`.
-        list-bytes: A `TensorList` has the type of an annotation of the same dims.
+        list-bytes: The tensors of a `TensorList` have the types of an annotation of the same dims.
         no-bytes: `bytes` is None where the trace does not say.
         peak-memory: The largest `Total Allocated` of `[memory]` of that `Device Type`, else None.
         refuses: Another file, one that is cut off or one without a step is a ValueError or OSError.

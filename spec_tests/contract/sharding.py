@@ -70,9 +70,11 @@ def fully_shard(
         hints: The prefetch setters may change when a unit is gathered. They change no value.
         integers: Frozen integers keep their values.
         jvp: `torch.func.jvp` of a forward gives what it gives of the plain model.
+        state-dict: At any moment `state_dict` holds shards, and `load_state_dict` takes them.
         as-pytorch: Other options have the meaning and default of PyTorch's `fully_shard`.
 
     Level `production`:
+        kept-part: An int as `reshard_after_forward` keeps that part of the weights after forward.
         ignored: Parameters in `ignored_params` stay plain, whole and local, and are not sent.
         lists: A list of modules is one unit.
         slices: A slice of a sharded container is an object of the container's own class.
@@ -247,7 +249,8 @@ def clip_grad_norm_(
     Args:
         parameters: a sharded gradient is a DTensor, and its `.placements` say how; a plain one is
             replicated, and equal on all ranks already.
-        max_norm, norm_type, error_if_nonfinite: as for `torch.nn.utils.clip_grad_norm_`.
+        max_norm, norm_type, error_if_nonfinite: as for `torch.nn.utils.clip_grad_norm_`. A
+            `norm_type` of zero is not judged: PyTorch counts tensors with it, and no elements.
 
     Returns:
         The global norm, a plain tensor. Where a power or a sum leaves the range of its dtype,

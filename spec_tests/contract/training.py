@@ -142,6 +142,7 @@ def train(
 
     Level `production`:
         norm-before: `grad_norm` is the norm before clipping.
+        finite: A step whose loss is not finite never reaches the weights.
         ddp-model: A model in PyTorch's DistributedDataParallel is trained alike.
         sharded-model: A model that `fully_shard` sharded is trained alike.
         group-model: A wrapper's own process group says which ranks train its model.

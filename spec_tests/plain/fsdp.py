@@ -161,9 +161,7 @@ class Unit:
             return
         self.is_unsharded = False
         if self.flying is not None and self.flying[0] != self.version():
-            for _, _, handle in self.flying[1]:
-                handle.wait()
-            self.flying = None
+            self.discard_gather()
         if self.flying is None:
             self.launch_gather()
         # What is made during an evaluation serves the training after it.
@@ -181,6 +179,11 @@ class Unit:
         with torch.inference_mode(False), torch.no_grad():
             sent = [(pieces, *self.gather(pieces)) for pieces in self.by_dtype()]
         self.flying = (self.version(), sent)
+
+    def discard_gather(self) -> None:
+        for _, _, handle in self.flying[1] if self.flying is not None else ():
+            handle.wait()
+        self.flying = None
 
     def by_dtype(self) -> list[list[Piece]]:
         found: dict[torch.dtype, list[Piece]] = {}
@@ -409,6 +412,7 @@ class Unit:
             if unit.in_backward and unit.reshard_after_backward:
                 unit.reshard()
             unit.in_backward = False
+            unit.discard_gather()  # what a backward within this one was first to use
         self.run.order.clear()
         self.run.is_callback_queued = False
 

@@ -271,7 +271,8 @@ def test_full_weights_stay_where_that_was_asked_for(world, subject):
 @clause(
     "fsdp.footprint.kept-in-part",
     judges=FULLY_SHARD,
-    source="contract: partial-reshard; "
+    level="production",
+    source="contract: kept-part, partial-reshard; "
     "torch.distributed.fsdp.fully_shard, reshard_after_forward as an int",
     worlds=(4,),
 )

@@ -237,7 +237,7 @@ FULL = {case: (word, "evaluate 0") for case, word in WORDS.items()} | {
 
 @clause(
     "fsdp.lifecycle.fresh-after-load",
-    source="contract: fresh-weights",
+    source="contract: fresh-weights, state-dict",
     worlds=(2,),
 )
 @situations(

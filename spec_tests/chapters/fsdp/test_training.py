@@ -169,7 +169,7 @@ MOMENTS = {
 
 @clause(
     "fsdp.state-dict.sharded-at-any-moment",
-    source="contract: as-pytorch, dtensors; " + PAGE,
+    source="contract: state-dict, dtensors; " + PAGE,
     worlds=(2, 3),
     judges=FULLY_SHARD,
 )

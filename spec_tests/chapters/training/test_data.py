@@ -160,7 +160,7 @@ def test_ranks_agree_on_what_a_nan_on_one_of_them_means(world, subject, wrapper,
 @clause(
     "training.finite.spares-the-weights",
     level="production",
-    source="contract: alike; "
+    source="contract: finite, alike; "
     "torch.nn.utils.clip_grad_norm_, error_if_nonfinite; a NaN norm spreads by clipping",
     worlds=(2,),
 )

@@ -37,9 +37,15 @@ def volume(log: Log, *kinds: Kind) -> int:
 
 
 def _elements(event: Event) -> int:
-    if event.dtypes == ("uint8",) and event.bytes >= 16:
-        return event.bytes // 4
-    return event.numel if event.dtypes[0].startswith("float") else 0
+    return _numel(event) if _is_raw(event) or event.dtypes[0].startswith("float") else 0
+
+
+def _numel(event: Event) -> int:
+    return event.bytes // 4 if _is_raw(event) else event.numel
+
+
+def _is_raw(event: Event) -> bool:
+    return event.dtypes == ("uint8",) and event.bytes >= 16
 
 
 def without_gathers(log: Log) -> Log:
@@ -155,7 +161,7 @@ def sent_once(
     __tracebackhide__ = True
     for rank, log in enumerate(logs):
         sent = log.collectives()
-        total = sum(event.numel for event in sent)
+        total = sum(map(_numel, sent))
         reduced = [event for event in sent if event.kind is Kind.REDUCTION]
         judge.holds(
             not reduced,
