@@ -16,7 +16,6 @@ from torch import nn
 from spec_tests.chapters.fsdp.sharded import (
     BOTH,
     FULLY_SHARD,
-    SEED,
     finish,
     full_parameters,
     on_rank,
@@ -27,10 +26,7 @@ from spec_tests.programs.laws import refusal
 from spec_tests.programs.planted import PlantedError, failing
 from spec_tests.rig import judge
 from spec_tests.rig.clause import clauses
-from spec_tests.rig.judge import oracle
 from spec_tests.rig.judge.symptoms import Hint
-from spec_tests.rig.judge.tolerance import rounding
-from spec_tests.rig.toys import TOYS
 
 clause = clauses(judges=FULLY_SHARD, level="correct", worlds=(2, 3))
 
@@ -92,52 +88,23 @@ def test_a_part_that_a_forward_alone_kept_is_not_stale_after_a_step(world, subje
     same_as_alone(world, subject, "even in-part: backward 0, record 1, step, evaluate 9")
 
 
-def stepped_after_evaluation(ctx, subject, records):
-    """Output after a step that an evaluation came before, and then the full weights."""
-    rank = on_rank(ctx, subject, "even")
-    rank.backward("0")
-    with torch.set_grad_enabled(records):
-        rank.output("9")
-    rank.optimizers[0].step()
-    output = {"output": rank.output("9").detach()}
-    return output, full_parameters(ctx, rank.wrapped, rank.names)
-
-
 @clause(
     "fsdp.lifecycle.fresh-after-evaluation-of-a-whole-model",
     judges=("fsdp",),
     source="contract: fresh-weights",
     worlds=(2,),
 )
-@pytest.mark.parametrize("records", [False, True], ids=["no-grad", "without-backward"])
-def test_an_evaluation_of_a_whole_model_before_a_step_leaves_nothing_stale(world, subject, records):
-    """The whole-model shape MUST use the new weights after backward, evaluation and step.
-
-    New are those that `full_parameters` returns after the forward, and not those of one process:
-    a wrong gradient is another matter.
-    """
-    outputs, weights = zip(*world.run(stepped_after_evaluation, subject, records), strict=True)
-
-    built, new, old = oracle.parameters("even", SEED), [], []
-    for rank, full in enumerate(weights):
-        judge.holds(
-            any(not torch.equal(full[name], built[name]) for name in built),
-            f"rank {rank}: expected full weights that a step changed, got those of before it",
-        )
-        x = (TOYS["even"].batch(SEED, rank=rank, micro=9),)
-        plain = TOYS["even"].build(SEED)
-        old.append({"output": plain(*x).detach()})
-        new.append({"output": torch.func.functional_call(plain, full, x).detach()})
-    within = rounding(torch.float32, terms=12 * 4 * world.size, depth=4)
-    kept = "the output of the weights before the update: a copy was kept"
-    judge.tensors(
-        outputs,
-        new,
-        quantity="output with the weights of now",
-        within=within,
-        hints=[Hint(kept, old)],
-        given="evaluation before the step",
-    )
+@situations(
+    {
+        "no-grad": "even: backward 0, evaluate 9, step, evaluate 9",
+        "without-backward": "even: backward 0, record 9, step, evaluate 9",
+    }
+)
+def test_an_evaluation_of_a_whole_model_before_a_step_leaves_nothing_stale(
+    world, subject, situation
+):
+    """The whole-model shape MUST use the new weights after backward, evaluation and step."""
+    same_as_alone(world, subject, situation)
 
 
 class Ladder(nn.Module):
