@@ -28,8 +28,8 @@ from spec_tests.chapters.fsdp.sharded import (
     judge_gradients,
     kinds_of,
     on_rank,
-    recorded,
     rows_of,
+    second_step,
     shard,
 )
 from spec_tests.programs.calls import parsed
@@ -197,11 +197,6 @@ def test_one_rank_alone_is_the_plain_model(world, subject, situation):
     same_as_alone(world, subject, situation)
 
 
-def alone(ctx, subject):
-    """What an ordinary step sends."""
-    return traffic.together(*recorded(ctx, on_rank(ctx, subject, "stack"), "0"))
-
-
 @clause(
     "fsdp.traffic.world-of-one",
     level="production",
@@ -211,7 +206,7 @@ def alone(ctx, subject):
 )
 def test_one_rank_alone_sends_nothing(world, subject):
     """In a world of one, forward and backward SHOULD send nothing: each message is a copy."""
-    logs = world.run(alone, subject)
+    logs = world.run(second_step, subject, "stack")
 
     traffic.silent(logs, when="in a step, where there is one rank")
 
