@@ -356,7 +356,13 @@ def _weights(ctx: Context, subject: str, model: Any, names: Sequence[str]) -> Na
     return {name: value.detach().clone() for name, value in whole}
 
 
-def judge_step(ranks: Sequence[dict[str, Any]], own: Own, given: str = "") -> None:
+SHOWN = ("output", "input", "weights", "trained")
+"""What is judged of a step: outputs, gradients of inputs, weights, and which parameters train."""
+
+
+def judge_step(
+    ranks: Sequence[dict[str, Any]], own: Own, shown: Sequence[str] = SHOWN, given: str = ""
+) -> None:
     """What `step_of` found must be what one process finds with the batches of all ranks."""
     __tracebackhide__ = True
     late = next((rank["late"] for rank in ranks if rank["late"]), "")
@@ -377,15 +383,17 @@ def judge_step(ranks: Sequence[dict[str, Any]], own: Own, given: str = "") -> No
     likely = Hint("the weight from before: no gradient came", before)
     own_outputs = [{name: y.detach() for name, y in of_rank.items()} for of_rank in outputs]
     of_inputs: Any = [{"x": None if x.grad is None else len(ranks) * x.grad} for x in batches]
-    for seen, wanted, quantity, hints in (
+    for name, wanted, quantity, hints in (
         ("output", own_outputs, "output", ()),
         ("input", of_inputs, "gradient of the input", ()),
         ("weights", after, "weight after one step", (likely,)),
     ):
-        found = [rank[seen] for rank in ranks]
-        judge.tensors(found, wanted, quantity=quantity, hints=hints, given=given)
+        if name in shown:
+            found = [rank[name] for rank in ranks]
+            judge.tensors(found, wanted, quantity=quantity, hints=hints, given=given)
     said = [rank["trained"] for rank in ranks if rank["trained"] is not None]
-    judge.equal(said, trained, quantity="parameters with a gradient", given=given)
+    if "trained" in shown:
+        judge.equal(said, trained, quantity="parameters with a gradient", given=given)
 
 
 def steps_as_alone(
@@ -394,6 +402,7 @@ def steps_as_alone(
     own: Own,
     *,
     usual: Own | None = None,
+    shown: Sequence[str] = SHOWN,
     given: str = "",
     **how: Any,
 ) -> Sequence[dict[str, Any]] | None:
@@ -401,6 +410,7 @@ def steps_as_alone(
 
     Args:
         usual: where `own` may be refused with an error, a model that may not.
+        shown: which of `SHOWN` is judged.
         how: of `step_of`.
     """
     __tracebackhide__ = True
@@ -411,5 +421,5 @@ def steps_as_alone(
         ordinary = (step_of, subject, usual)
         ranks = refusal.answer_or_refusal(world, *asked, ordinary=ordinary, **how)
     if ranks is not None:
-        judge_step(ranks, own, given=given)
+        judge_step(ranks, own, shown, given)
     return ranks

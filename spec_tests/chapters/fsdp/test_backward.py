@@ -142,7 +142,8 @@ def layers(is_in_place):
 )
 def test_gradients_of_inputs_are_not_averaged(world, subject):
     """The gradient of a rank's inputs MUST be its own, neither averaged nor divided."""
-    steps_as_alone(world, subject, Own(partial(layers, False), tracks_input=True))
+    own = Own(partial(layers, False), tracks_input=True)
+    steps_as_alone(world, subject, own, shown=("input",))
 
 
 @clause(
