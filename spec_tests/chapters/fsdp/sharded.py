@@ -405,8 +405,8 @@ def steps_as_alone(
     shown: Sequence[str] = SHOWN,
     given: str = "",
     **how: Any,
-) -> Sequence[dict[str, Any]] | None:
-    """Judge a step of a clause's own model; return what `step_of` found.
+) -> Any:
+    """Judge a step of a clause's own model; return what `step_of` found, None if it was refused.
 
     Args:
         usual: where `own` may be refused with an error, a model that may not.
@@ -415,6 +415,7 @@ def steps_as_alone(
     """
     __tracebackhide__ = True
     asked: Any = (step_of, subject, own)
+    ranks: Any
     if usual is None:
         ranks = world.run(*asked, **how)
     else:

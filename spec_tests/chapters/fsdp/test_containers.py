@@ -181,8 +181,8 @@ def test_inputs_and_outputs_may_sit_in_containers(world, subject, outputs):
     """
     may_refuse = outputs.startswith("dataclass")
     usual = contained("containers") if may_refuse else None
-    own, how = contained(outputs), {"usual": usual, "notes_late": may_refuse}
-    steps_as_alone(world, subject, own, given=outputs, **how)
+    own = contained(outputs)
+    steps_as_alone(world, subject, own, usual=usual, given=outputs, notes_late=may_refuse)
 
 
 @clause(

@@ -329,8 +329,8 @@ def test_gradients_of_two_dtypes_are_reduced_in_one(world, subject):
     It may be refused, by the forward: a backward has nobody to tell.
     """
     own, usual = (toy_of(name, "root") for name in ("double", "even"))
-    how = {"usual": usual, "notes_late": True, "policy": {"reduce_dtype": torch.double}}
-    ranks = steps_as_alone(world, subject, own, **how)
+    policy = {"reduce_dtype": torch.double}
+    ranks = steps_as_alone(world, subject, own, usual=usual, notes_late=True, policy=policy)
     if ranks is not None:
         dtypes = {name: str(p.dtype) for name, p in own.build().named_parameters()}
         judge.equal([r["dtypes"] for r in ranks], dtypes, quantity="dtypes of gradients")

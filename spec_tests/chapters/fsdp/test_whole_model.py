@@ -7,6 +7,8 @@ weight, a norm, a gradient that was there before.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -113,7 +115,7 @@ def judge_rest(ranks, name):
     judge.equal(kinds, WHOLE, quantity=f"kind of {name!r}, which belongs to no layer,")
     own, shares = RESTS[name], []
     for rank in range(len(ranks)):
-        plain = own.build()
+        plain: Any = own.build()
         sum_of_squares(plain(own.batch(rank))).backward()
         shares.append({name: plain.get_parameter(name).grad})
     built = {name: own.build().get_parameter(name).detach()}
