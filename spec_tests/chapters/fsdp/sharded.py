@@ -8,6 +8,7 @@ calls of programs; `judge_gradients` compares with what one process has after th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -57,14 +58,21 @@ def shard(
     subject: str,
     module: nn.Module,
     units: str | Sequence[str] = "children",
+    policy: dict[str, Any] | None = None,
     **options: Any,
 ) -> nn.Module:
     """Shard `module` with the function under test; `fully_shard` bottom-up with the options.
 
     A name like "first+second" shards both in one call.
+
+    Args:
+        policy: of `MixedPrecisionPolicy`; a whole model takes its `param_dtype` alone.
     """
     if subject == "fsdp":
-        return ctx.impl.fsdp(module, **options)
+        dtypes = {"compute_dtype": policy["param_dtype"]} if policy else {}
+        return ctx.impl.fsdp(module, **dtypes, **options)
+    if policy is not None:
+        options["mp_policy"] = ctx.impl.MixedPrecisionPolicy(**policy)
     names = units_of(module, units) if isinstance(units, str) else units
     for name in names:
         parts = [module.get_submodule(part) for part in name.split("+")]
@@ -162,11 +170,6 @@ def loss_of(ctx: Context, model: Any, toy: str, micro: int = 0, seed: int = SEED
     return ctx.world_size * sum_of_squares(model(batch))
 
 
-def toy_of(name: str) -> tuple[Callable[[], nn.Module], Callable[[int], torch.Tensor]]:
-    """How a toy is built, and the inputs of a rank."""
-    return partial(TOYS[name].build, SEED), lambda rank: TOYS[name].batch(SEED, rank=rank)
-
-
 def trajectory(ctx: Context, subject: str, toy: str, **options: Any) -> Named:
     """What steps of AdamW in float32 on real-valued data show, and the full weights at the end.
 
@@ -190,14 +193,19 @@ def trajectory(ctx: Context, subject: str, toy: str, **options: Any) -> Named:
     return found | _weights(ctx, subject, model, names)
 
 
-def recorded(ctx: Context, rank: OnRank, micro: str) -> tuple[Log, Log]:
-    """What the forward and what the backward of a micro-batch send."""
-    with ctx.recording() as forward:
-        loss = rank.loss(micro)
-    with ctx.recording() as backward:
-        loss.backward()
+def recorded(ctx: Context, rank: OnRank, micro: str) -> Log:
+    """What the forward and the backward of a micro-batch send."""
+    with ctx.recording() as recorder:
+        rank.loss(micro).backward()
         rank.finish_backward()
-    return forward.log(), backward.log()
+    return recorder.log()
+
+
+def second_step(ctx: Context, subject: str, scene: str) -> Log:
+    """What forward and backward of a second step send; nothing is read between (rank body)."""
+    rank = on_rank(ctx, subject, scene)
+    rank.follow(programs.parsed("backward 1, zero_grad none"))
+    return recorded(ctx, rank, "0")
 
 
 def sent_by(ctx: Context, subject: str, scene: str, *calls: str) -> Log:
@@ -244,10 +252,6 @@ def judge_messages(logs: Sequence[Log], units: int, likely: str) -> None:
         )
 
 
-Call = Callable[[Any, torch.Tensor], Named]
-"""Calls a model with inputs; returns the outputs that the loss adds up, by name."""
-
-
 def inputs(rank: int) -> torch.Tensor:
     """The inputs `[4, 6]` of a rank, where a model is no toy: small integers."""
     return TOYS["mlp"].batch(SEED, rank=rank)
@@ -258,16 +262,46 @@ def output_of(model: Any, x: torch.Tensor) -> Named:
     return {"output": model(x)}
 
 
+@dataclass(frozen=True)
+class Own:
+    """A clause's own model. It travels to the ranks, so its functions are those of modules.
+
+    Attributes:
+        build: returns it, its parameters small integers.
+        call: calls it with inputs; returns the outputs that the loss adds up, by name.
+        batch: returns the inputs of a rank.
+        units: how it is sharded, see `shard`.
+        tracks_input: the input gets a gradient; without one, nothing below a first unit tells that
+            its backward is over.
+    """
+
+    build: Callable[[], nn.Module]
+    call: Callable[[Any, torch.Tensor], Named] = output_of
+    batch: Callable[[int], torch.Tensor] = inputs
+    units: str | Sequence[str] = "children"
+    tracks_input: bool = False
+
+
+def toy_of(name: str, units: str | Sequence[str] = "children") -> Own:
+    """A toy, as a clause's own model."""
+    return Own(partial(_built, name), batch=partial(_batch, name), units=units)
+
+
+def _built(name: str) -> nn.Module:
+    return TOYS[name].build(SEED)
+
+
+def _batch(name: str, rank: int) -> torch.Tensor:
+    return TOYS[name].batch(SEED, rank=rank)
+
+
 def step_of(
     ctx: Context,
     subject: str,
-    module: nn.Module,
-    call: Call = output_of,
-    prepare: Callable[[Any], None] = lambda model: None,
-    batch: Callable[[int], torch.Tensor] = inputs,
-    units: str | Sequence[str] = "children",
+    own: Own,
+    method: str = "",
+    is_second: bool = False,
     notes_late: bool = False,
-    tracks_input: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
     """What a step of SGD with a rate of one shows of a clause's own model (rank body).
@@ -277,21 +311,25 @@ def step_of(
     "late" an error of the backward.
 
     Args:
-        prepare: is given the sharded model before the step.
+        method: is registered as a method beside `forward`.
+        is_second: a backward whose gradients are dropped comes before the step.
         notes_late: an error of the backward is noted, and not raised.
-        tracks_input: the input gets a gradient; without one, nothing below a first unit tells that
-            its backward is over.
+        options: of `shard`.
     """
+    module = own.build()
     names = [name for name, _ in module.named_parameters()]
-    model = shard(ctx, subject, module.to(ctx.device), units, **options)
-    prepare(model)
+    model = shard(ctx, subject, module.to(ctx.device), own.units, **options)
+    if method:
+        ctx.impl.register_fsdp_forward_method(model, method)
+    x = own.batch(ctx.rank).to(ctx.device).requires_grad_(own.tracks_input)
+    if is_second:
+        _loss(own.call(model, x)).backward()
+        model.zero_grad()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    x = batch(ctx.rank).to(ctx.device).requires_grad_(tracks_input)
-    outputs = call(model, x)
+    outputs = own.call(model, x)
     kinds = kinds_of(model)
-    loss: Any = ctx.world_size * sum(map(sum_of_squares, outputs.values()))
     with refusal.caught(Exception if notes_late else ()) as late:
-        loss.backward()
+        (ctx.world_size * _loss(outputs)).backward()
     dtypes = {n: str(p.grad.dtype) for n, p in model.named_parameters() if p.grad is not None}
     if not late["error"]:
         finish(ctx, subject, model)
@@ -307,6 +345,10 @@ def step_of(
     }
 
 
+def _loss(outputs: Named) -> Any:
+    return sum(map(sum_of_squares, outputs.values()))
+
+
 def _weights(ctx: Context, subject: str, model: Any, names: Sequence[str]) -> Named:
     if subject == "fsdp":
         return full_parameters(ctx, model, names)
@@ -314,12 +356,12 @@ def _weights(ctx: Context, subject: str, model: Any, names: Sequence[str]) -> Na
     return {name: value.detach().clone() for name, value in whole}
 
 
+SHOWN = ("output", "input", "weights", "trained")
+"""What is judged of a step: outputs, gradients of inputs, weights, and which parameters train."""
+
+
 def judge_step(
-    ranks: Sequence[dict[str, Any]],
-    build: Callable[[], nn.Module],
-    call: Call = output_of,
-    batch: Callable[[int], torch.Tensor] = inputs,
-    given: str = "",
+    ranks: Sequence[dict[str, Any]], own: Own, shown: Sequence[str] = SHOWN, given: str = ""
 ) -> None:
     """What `step_of` found must be what one process finds with the batches of all ranks."""
     __tracebackhide__ = True
@@ -330,33 +372,55 @@ def judge_step(
         likely="what the loss reaches is not seen: its backward finds weights that were freed",
         given=given,
     )
-    plain: Any = build()
+    plain = own.build()
     before = {name: p.detach().clone() for name, p in plain.named_parameters()}
-    tracks_input = any(rank["input"]["x"] is not None for rank in ranks)
-    batches = [batch(rank).requires_grad_(tracks_input) for rank in range(len(ranks))]
-    outputs = [call(plain, x) for x in batches]
-    loss: Any = sum(sum_of_squares(y) for of_rank in outputs for y in of_rank.values())
-    loss.backward()
+    batches = [own.batch(rank).requires_grad_(own.tracks_input) for rank in range(len(ranks))]
+    outputs = [own.call(plain, x) for x in batches]
+    sum(map(_loss, outputs)).backward()
     trained = [name for name, p in plain.named_parameters() if p.grad is not None]
     torch.optim.SGD(plain.parameters(), lr=1.0).step()
-    judge.tensors(
-        [rank["output"] for rank in ranks],
-        [{name: y.detach() for name, y in of_rank.items()} for of_rank in outputs],
-        quantity="output",
-        given=given,
-    )
-    judge.tensors(
-        [rank["input"] for rank in ranks],
-        [{"x": None if x.grad is None else len(ranks) * x.grad} for x in batches],  # type: ignore[misc]  # as observed
-        quantity="gradient of the input",
-        given=given,
-    )
-    judge.tensors(
-        [rank["weights"] for rank in ranks],
-        {name: p.detach() for name, p in plain.named_parameters()},
-        quantity="weight after one step",
-        hints=[Hint("the weight from before: no gradient came", before)],
-        given=given,
-    )
+    after = {name: p.detach() for name, p in plain.named_parameters()}
+    likely = Hint("the weight from before: no gradient came", before)
+    own_outputs = [{name: y.detach() for name, y in of_rank.items()} for of_rank in outputs]
+    of_inputs: Any = [{"x": None if x.grad is None else len(ranks) * x.grad} for x in batches]
+    for name, wanted, quantity, hints in (
+        ("output", own_outputs, "output", ()),
+        ("input", of_inputs, "gradient of the input", ()),
+        ("weights", after, "weight after one step", (likely,)),
+    ):
+        if name in shown:
+            found = [rank[name] for rank in ranks]
+            judge.tensors(found, wanted, quantity=quantity, hints=hints, given=given)
     said = [rank["trained"] for rank in ranks if rank["trained"] is not None]
-    judge.equal(said, trained, quantity="parameters with a gradient", given=given)
+    if "trained" in shown:
+        judge.equal(said, trained, quantity="parameters with a gradient", given=given)
+
+
+def steps_as_alone(
+    world: World,
+    subject: str,
+    own: Own,
+    *,
+    usual: Own | None = None,
+    shown: Sequence[str] = SHOWN,
+    given: str = "",
+    **how: Any,
+) -> Any:
+    """Judge a step of a clause's own model; return what `step_of` found, None if it was refused.
+
+    Args:
+        usual: where `own` may be refused with an error, a model that may not.
+        shown: which of `SHOWN` is judged.
+        how: of `step_of`.
+    """
+    __tracebackhide__ = True
+    asked: Any = (step_of, subject, own)
+    ranks: Any
+    if usual is None:
+        ranks = world.run(*asked, **how)
+    else:
+        ordinary = (step_of, subject, usual)
+        ranks = refusal.answer_or_refusal(world, *asked, ordinary=ordinary, **how)
+    if ranks is not None:
+        judge_step(ranks, own, shown, given)
+    return ranks

@@ -18,20 +18,14 @@ from torch import nn
 from spec_tests.chapters.fsdp.sharded import (
     BOTH,
     FULLY_SHARD,
-    finish,
+    Own,
     gradients_as_after,
-    inputs,
-    judge_step,
     of_integers,
     on_rank,
-    shard,
-    step_of,
+    steps_as_alone,
 )
 from spec_tests.programs.law import same_as_alone, situations
-from spec_tests.programs.laws import refusal
-from spec_tests.rig import judge
 from spec_tests.rig.clause import clauses
-from spec_tests.rig.toys import sum_of_squares
 
 clause = clauses(judges=FULLY_SHARD, level="correct", worlds=(2, 3))
 
@@ -134,23 +128,10 @@ def test_parameters_may_be_frozen_and_thawed_between_steps(world, subject):
     )
 
 
-def through_layers(ctx, subject, activation):
-    """A step of a model of layers."""
-    return step_of(ctx, subject, layers(activation))
-
-
-def layers(activation):
+def layers(is_in_place):
     """Two layers with an activation after the first."""
-    return of_integers(nn.Sequential(nn.Linear(6, 12), activation, nn.Linear(12, 12)))
-
-
-def gradient_of_input(ctx, subject):
-    """The gradient that arrives at this rank's own inputs."""
-    model = shard(ctx, subject, layers(nn.ReLU()).to(ctx.device))
-    x = inputs(ctx.rank).to(ctx.device).requires_grad_()
-    (ctx.world_size * sum_of_squares(model(x))).backward()
-    finish(ctx, subject, model)
-    return {"input": x.grad}
+    parts = nn.Linear(6, 12), nn.ReLU(inplace=is_in_place), nn.Linear(12, 12)
+    return of_integers(nn.Sequential(*parts))
 
 
 @clause(
@@ -161,14 +142,8 @@ def gradient_of_input(ctx, subject):
 )
 def test_gradients_of_inputs_are_not_averaged(world, subject):
     """The gradient of a rank's inputs MUST be its own, neither averaged nor divided."""
-    ranks = world.run(gradient_of_input, subject)
-
-    expected = []
-    for rank in range(world.size):
-        x = inputs(rank).requires_grad_()
-        (world.size * sum_of_squares(layers(nn.ReLU())(x))).backward()
-        expected.append({"input": x.grad})
-    judge.tensors(ranks, expected, quantity="gradient of the input")
+    own = Own(partial(layers, False), tracks_input=True)
+    steps_as_alone(world, subject, own, shown=("input",))
 
 
 @clause(
@@ -203,9 +178,7 @@ def test_a_unit_may_be_left_out_and_come_back(world, subject, situation):
 )
 def test_the_output_of_a_sharded_layer_may_be_changed_in_place(world, subject):
     """Where outputs of sharded layers are changed in place, a step MUST use the mean gradient."""
-    ranks = world.run(through_layers, subject, nn.ReLU(inplace=True))
-
-    judge_step(ranks, partial(layers, nn.ReLU(inplace=True)))
+    steps_as_alone(world, subject, Own(partial(layers, True)))
 
 
 def entangled(ctx, subject, scene, how):
@@ -360,10 +333,9 @@ def branches():
     return of_integers(Branches())
 
 
-def branched(ctx, subject, case):
-    """A step; every rank calls the unit, each its own layers in it."""
-    call = partial(use_own, case)
-    return step_of(ctx, subject, branches(), call, batch=numbered, units="root", tracks_input=True)
+def branched(case):
+    """A model of one unit, which every rank calls, each its own layers in it."""
+    return Own(branches, partial(use_own, case), numbered, units="root", tracks_input=True)
 
 
 @clause(
@@ -383,8 +355,4 @@ def test_what_some_ranks_do_not_use_is_averaged_with_zero(world, subject, case):
     division of the sum made it -0.0: an optimizer with weight decay updates what has one, and must
     do so on all ranks or on none.
     """
-    ordinary = (branched, subject, "")
-    ranks = refusal.answer_or_refusal(world, branched, subject, case, ordinary=ordinary)
-
-    if ranks is not None:
-        judge_step(ranks, branches, partial(use_own, case), numbered, given=case)
+    steps_as_alone(world, subject, branched(case), usual=branched(""), given=case)

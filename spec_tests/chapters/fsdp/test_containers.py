@@ -10,7 +10,13 @@ import pytest
 import torch
 from torch import nn
 
-from spec_tests.chapters.fsdp.sharded import BOTH, FULLY_SHARD, judge_step, of_integers, step_of
+from spec_tests.chapters.fsdp.sharded import (
+    BOTH,
+    FULLY_SHARD,
+    Own,
+    of_integers,
+    steps_as_alone,
+)
 from spec_tests.chapters.fsdp.test_precision import in_half
 from spec_tests.programs.laws import refusal
 from spec_tests.rig import judge
@@ -140,9 +146,9 @@ class Structured(nn.Module):
         return {"parts": (y, [z]), "times": 2, "note": "kept"}
 
 
-def built(make: Any) -> Any:
+def built(kind: str) -> Any:
     """A model of integers."""
-    return of_integers(Structured(make))
+    return of_integers(Structured((KINDS | OWN)[kind]))
 
 
 def called(model: Any, x: torch.Tensor, second_alone: bool = False) -> dict[str, torch.Tensor]:
@@ -154,12 +160,10 @@ def called(model: Any, x: torch.Tensor, second_alone: bool = False) -> dict[str,
     return {"second": second} | ({} if second_alone else {"first": first * found["times"]})
 
 
-def contained(ctx, subject, kind, is_own=False):
-    """A step through containers of a kind."""
-    make = (OWN if is_own else KINDS)[kind]
+def contained(kind: str) -> Own:
+    """A model whose outputs sit in containers of a kind."""
     call = partial(called, second_alone=kind == "second-alone")
-    is_noted = kind.startswith("dataclass") and not is_own
-    return step_of(ctx, subject, built(make), call, notes_late=is_noted, tracks_input=not is_own)
+    return Own(partial(built, kind), call, tracks_input=kind in KINDS)
 
 
 @clause(
@@ -176,14 +180,9 @@ def test_inputs_and_outputs_may_sit_in_containers(world, subject, outputs):
     begins. A dataclass may be refused, by the forward.
     """
     may_refuse = outputs.startswith("dataclass")
-    usual = (contained, subject, "containers")
-    case = (contained, subject, outputs)
-    answer = partial(refusal.answer_or_refusal, world, ordinary=usual) if may_refuse else world.run
-    ranks = answer(*case)
-
-    if ranks is not None:
-        call = partial(called, second_alone=outputs == "second-alone")
-        judge_step(ranks, partial(built, KINDS[outputs]), call, given=outputs)
+    usual = contained("containers") if may_refuse else None
+    own = contained(outputs)
+    steps_as_alone(world, subject, own, usual=usual, given=outputs, notes_late=may_refuse)
 
 
 @clause(
@@ -199,11 +198,7 @@ def test_containers_of_ones_own_classes_are_taken_or_refused(world, subject, kin
     One that is not looked into hides that its backward begins; one that is made anew runs the
     code of its class a second time, and forgets what is no argument of it.
     """
-    usual = (contained, subject, "containers")
-    ranks = refusal.answer_or_refusal(world, contained, subject, kind, True, ordinary=usual)
-
-    if ranks is not None:
-        judge_step(ranks, partial(built, OWN[kind]), called, given=kind)
+    steps_as_alone(world, subject, contained(kind), usual=contained("containers"), given=kind)
 
 
 def boxed(ctx, subject, kind):

@@ -17,14 +17,11 @@ from torch import nn
 
 from spec_tests.chapters.fsdp.sharded import (
     FULLY_SHARD,
-    judge_step,
-    kinds_of,
+    Own,
     of_integers,
-    on_rank,
     shard,
-    step_of,
+    steps_as_alone,
 )
-from spec_tests.programs.calls import parsed
 from spec_tests.programs.law import same_as_alone
 from spec_tests.programs.laws import refusal
 from spec_tests.rig import judge
@@ -91,20 +88,6 @@ def through(name, model, x):
     return {"output": getattr(model, name)(x)}
 
 
-def entered(ctx, subject, called, registered, setting):
-    """A step through one entrance."""
-    return step_of(
-        ctx,
-        subject,
-        encoder(),
-        partial(through, called),
-        lambda model: ctx.impl.register_fsdp_forward_method(model, registered),
-        batch,
-        ["inner"],
-        reshard_after_forward=setting,
-    )
-
-
 @clause(
     "fsdp.lifecycle.registered-method",
     level="correct",
@@ -118,10 +101,9 @@ def test_a_registered_method_is_like_forward(world, subject, way):
     Also where `forward` calls it and computes on, or it calls `forward` and does: what is called is
     then no end of anything.
     """
-    called, _, is_freed = WAYS[way]
-    ranks = world.run(entered, subject, *WAYS[way])
-
-    judge_step(ranks, encoder, partial(through, called), batch)
+    called, method, is_freed = WAYS[way]
+    own = Own(encoder, partial(through, called), batch, units=["inner"])
+    ranks = steps_as_alone(world, subject, own, method=method, reshard_after_forward=is_freed)
     if is_freed:
         kinds = [rank["kinds"] for rank in ranks]
         judge.equal(kinds, ["DTensor"], quantity="kinds of parameters after the call")
@@ -180,16 +162,6 @@ def test_a_method_that_is_not_registered_does_not_compute_on_a_shard(world, subj
             judge.tensors([seen], [right], quantity=f"what the method gives on rank {rank}")
 
 
-RAISES = "fails 3 middle, evaluate 1"
-
-
-def after_a_method_raised(ctx, subject, calls):
-    """The kinds of parameters after these calls of a registered method."""
-    rank = on_rank(ctx, subject, "stack nested freed method")
-    rank.follow(parsed(calls))
-    return kinds_of(rank.wrapped)
-
-
 @clause(
     "fsdp.lifecycle.registered-method-after-exception",
     level="correct",
@@ -198,12 +170,8 @@ def after_a_method_raised(ctx, subject, calls):
 )
 def test_a_step_after_a_registered_method_raised_is_right(world, subject):
     """After a caught exception in a registered method the next step MUST be right, or an error."""
-    case, usual = (after_a_method_raised, subject, RAISES), (after_a_method_raised, subject, "")
-    ranks = refusal.answer_or_refusal(world, *case, ordinary=usual)
-    if ranks is not None:
-        judge.equal(ranks, ["DTensor"], quantity="kinds of parameters after the next call")
-        line = f"stack nested freed method: {RAISES}, zero_grad none, backward 0"
-        same_as_alone(world, subject, line)
+    calls = "fails 3 middle, evaluate 1, zero_grad none, backward 0"
+    same_as_alone(world, subject, f"stack nested freed method: {calls}", looks=("sent",))
 
 
 def ignoring(ctx, subject, is_frozen=False, device=""):

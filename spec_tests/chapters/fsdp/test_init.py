@@ -31,6 +31,7 @@ from spec_tests.chapters.fsdp.sharded import (
     shard,
     sharded_toy,
 )
+from spec_tests.programs.law import same_as_alone
 from spec_tests.programs.laws import refusal
 from spec_tests.rig import judge
 from spec_tests.rig.clause import clauses
@@ -57,6 +58,19 @@ def judge_full(ranks, build, *args, given=""):
     judge.tensors(ranks, whole, quantity="parameter as built", given=given)
 
 
+def loses_nothing(world, subject, build, *args, may_refuse=False):
+    """The full parameters after sharding must be those built; or it is refused."""
+    __tracebackhide__ = True
+    asked = (full_of, subject, build, *args)
+    if may_refuse:
+        usual = (full_of, subject, toy, "even")
+        ranks = refusal.answer_or_refusal(world, *asked, ordinary=usual)
+    else:
+        ranks = world.run(*asked)
+    if ranks is not None:
+        judge_full(ranks, build, *args, given=", ".join(map(str, args)))
+
+
 def toy(name):
     """A toy, as built with a seed."""
     return TOYS[name].build(SEED)
@@ -75,7 +89,7 @@ def test_sharding_loses_no_value(world, subject):
 
     The sizes here divide by the number of ranks, which is all that the exercises ask.
     """
-    judge_full(world.run(full_of, subject, toy, "even"), toy, "even")
+    loses_nothing(world, subject, toy, "even")
 
 
 @clause(
@@ -88,11 +102,7 @@ def test_sharding_loses_no_value(world, subject):
 @pytest.mark.parametrize("name", ["ragged", "stack", "tied", "frozen"])
 def test_sharding_loses_no_value_of_any_model(world, subject, name):
     """With odd sizes, ties or frozen layers, full parameters MUST be those built, or be refused."""
-    usual = (full_of, subject, toy, "even")
-    ranks = refusal.answer_or_refusal(world, full_of, subject, toy, name, ordinary=usual)
-
-    if ranks is not None:
-        judge_full(ranks, toy, name, given=f"toy {name!r}")
+    loses_nothing(world, subject, toy, name, may_refuse=True)
 
 
 def of_rows(rows):
@@ -150,13 +160,7 @@ def test_no_number_of_rows_loses_one(world, subject, rows):
 
     The whole-model shape may refuse rows that the ranks do not divide, and must not drop any.
     """
-    if subject == "fsdp":
-        ranks = refusal.answer_or_refusal(world, full_of, subject, of_rows, rows)
-    else:
-        ranks = world.run(full_of, subject, of_rows, rows)
-
-    if ranks is not None:
-        judge_full(ranks, of_rows, rows, given=f"{rows} rows")
+    loses_nothing(world, subject, of_rows, rows, may_refuse=subject == "fsdp")
 
 
 class Outer(nn.Module):
@@ -355,25 +359,16 @@ def test_buffers_modules_and_keys_stay_what_they_were(world, subject):
     judge.equal(foreign, [], quantity="modules of another class")
 
 
-def materialised(ctx, subject, seed, how):
-    """Full parameters of a model that was sharded on the meta device and initialised afterwards."""
+def filled_by_a_load(ctx, subject):
+    """Full parameters and output of a model on the meta device that was given another's shards."""
     with torch.device("meta"):
         module = TOYS["stack"].model()
-    names = [name for name, _ in module.named_parameters()]
     model = shard(ctx, subject, module)
-    filled = TOYS["stack"].model().to(ctx.device) if how == "assigned" else module
-    if how == "assigned":
-        shard(ctx, subject, filled)
-    else:
-        module.to_empty(device=ctx.device)
+    state = sharded_toy(ctx, subject, "stack").state_dict()
+    module.load_state_dict(state, assign=True)
     with torch.no_grad():
-        for index, parameter in enumerate(filled.parameters()):
-            parameter.fill_(float(index + 1))
-    if how == "assigned":
-        module.load_state_dict(filled.state_dict(), assign=True)
-    with torch.no_grad():
-        output = model(TOYS["stack"].batch(seed, rank=0).to(ctx.device))
-    return {"full": full_parameters(ctx, model, names), "output": output.detach()}
+        output = model(TOYS["stack"].batch(SEED, rank=0).to(ctx.device))
+    return full_parameters(ctx, model, [*oracle.parameters("stack", SEED)]), {"output": output}
 
 
 @clause(
@@ -387,16 +382,14 @@ def test_a_model_may_be_sharded_before_it_has_values(world, subject, how):
 
     Models that fit no single device are built so. A state dict of shards may be assigned, too.
     """
-    ranks = world.run(materialised, subject, 7, how)
+    if how == "in-place":
+        same_as_alone(world, subject, "stack on-meta: unshard now, evaluate 0")
+        return
+    full, outputs = zip(*world.run(filled_by_a_load, subject), strict=True)
 
-    plain = TOYS["stack"].build(7)
-    with torch.no_grad():
-        for index, parameter in enumerate(plain.parameters()):
-            parameter.fill_(float(index + 1))
-        output = plain(TOYS["stack"].batch(7, rank=0))
-    expected = {name: p.detach() for name, p in plain.named_parameters()}
-    judge.tensors([r["full"] for r in ranks], expected, quantity="value filled in")
-    judge.tensors([{"output": r["output"]} for r in ranks], {"output": output}, quantity="output")
+    judge_full(full, toy, "stack")
+    output = toy("stack")(TOYS["stack"].batch(SEED, rank=0)).detach()
+    judge.tensors(outputs, {"output": output}, quantity="output")
 
 
 def in_default_groups(ctx, subject):

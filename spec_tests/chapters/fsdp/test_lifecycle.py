@@ -28,8 +28,8 @@ from spec_tests.chapters.fsdp.sharded import (
     judge_gradients,
     kinds_of,
     on_rank,
-    recorded,
     rows_of,
+    second_step,
     shard,
 )
 from spec_tests.programs.calls import parsed
@@ -105,15 +105,12 @@ def test_an_exception_leaves_no_full_parameter_behind(world, subject, where):
 def interleaved(ctx, subject, toy):
     """Gradients of two models whose passes interleave; the second has other micro-batches."""
     one, two = on_rank(ctx, subject, toy), on_rank(ctx, subject, "even")
-    for micro in range(2):
-        one.zero_grad("none")
-        two.zero_grad("none")
-        loss_one, loss_two = one.loss(str(micro)), two.loss(str(micro + 2))
-        loss_one.backward()
-        one.finish_backward()
-        loss_two.backward()
-        two.finish_backward()
-    return one.gradients(), two.gradients()
+    for micro in (0, 1):
+        for model, number in ((one, micro), (two, micro + 2)):
+            model.zero_grad("none")
+            model.forward(str(number))
+        found = one.pending(), two.pending()
+    return found
 
 
 @clause(
@@ -197,11 +194,6 @@ def test_one_rank_alone_is_the_plain_model(world, subject, situation):
     same_as_alone(world, subject, situation)
 
 
-def alone(ctx, subject):
-    """What an ordinary step sends."""
-    return traffic.together(*recorded(ctx, on_rank(ctx, subject, "stack"), "0"))
-
-
 @clause(
     "fsdp.traffic.world-of-one",
     level="production",
@@ -211,7 +203,7 @@ def alone(ctx, subject):
 )
 def test_one_rank_alone_sends_nothing(world, subject):
     """In a world of one, forward and backward SHOULD send nothing: each message is a copy."""
-    logs = world.run(alone, subject)
+    logs = world.run(second_step, subject, "stack")
 
     traffic.silent(logs, when="in a step, where there is one rank")
 

@@ -14,22 +14,20 @@ from torch import nn
 
 from spec_tests.chapters.fsdp.sharded import (
     FULLY_SHARD,
-    SEED,
+    Own,
     inputs,
     judge_messages,
-    judge_step,
     loss_of,
     numel,
     of_integers,
-    output_of,
     shard,
     sharded_toy,
-    step_of,
+    steps_as_alone,
+    toy_of,
 )
 from spec_tests.programs.laws import traffic
 from spec_tests.rig import judge
 from spec_tests.rig.clause import clauses
-from spec_tests.rig.toys import TOYS
 
 clause = clauses(judges=FULLY_SHARD, level="production")
 
@@ -82,26 +80,10 @@ def apart():
     return of_integers(Apart())
 
 
-def tied():
-    """An embedding and a head of one weight."""
-    return TOYS["tied"].build(SEED)
-
-
-LISTS: dict[str, tuple[Any, Any, str]] = {
-    "tied": (tied, output_of, "encode+decode"),
-    "apart": (apart, chunked, "body+head"),
+LISTS = {
+    "tied": toy_of("tied", ["encode+decode"]),
+    "apart": Own(apart, chunked, units=["body+head"]),
 }
-
-
-def in_a_list(ctx, subject, how):
-    """The second step where a tie runs through a list, or part of it is called by itself."""
-    build, call, units = LISTS[how]
-
-    def warm(model):
-        sum(y.sum() for y in call(model, inputs(ctx.rank).to(ctx.device)).values()).backward()
-        model.zero_grad()
-
-    return step_of(ctx, subject, build(), call, warm, units=(units,), reshard_after_forward=True)
 
 
 @clause(
@@ -112,7 +94,7 @@ def in_a_list(ctx, subject, how):
 @pytest.mark.parametrize("how", ["tied", "apart"])
 def test_modules_of_one_call_have_mean_gradients(world, subject, how):
     """Modules that are sharded as a list MUST get mean gradients, tied or called one by one."""
-    judge_step(world.run(in_a_list, subject, how), *LISTS[how][:2])
+    steps_as_alone(world, subject, LISTS[how], is_second=True, reshard_after_forward=True)
 
 
 def in_part(ctx, subject):

@@ -19,9 +19,9 @@ from spec_tests.chapters.fsdp.sharded import (
     FULLY_SHARD,
     finish,
     full_parameters,
-    judge_step,
+    sent_by,
     shard,
-    step_of,
+    steps_as_alone,
     toy_of,
 )
 from spec_tests.programs.law import same_as_alone
@@ -40,11 +40,8 @@ FINE = 2.0**-12
 
 def in_half(ctx, subject, module, units: Any = "children", **policy):
     """`module`, sharded, computing in bfloat16."""
-    module = module.to(ctx.device)
-    if subject == "fsdp":
-        return ctx.impl.fsdp(module, compute_dtype=HALF)
     policy = {"param_dtype": HALF, **policy}
-    return shard(ctx, subject, module, units, mp_policy=ctx.impl.MixedPrecisionPolicy(**policy))
+    return shard(ctx, subject, module.to(ctx.device), units, policy=policy)
 
 
 def constant(value, rows=4):
@@ -277,17 +274,10 @@ def test_gradients_wait_in_the_reduction_dtype(world, subject, dtypes):
     judge_tagged(ranks, 258.0, "sum of 256, 1 and 1", likely)
 
 
-def sent_dtypes(ctx, subject, reduce_dtype):
-    """Dtypes of what is gathered and of what is reduced in a step."""
-    model = in_half(ctx, subject, nn.Sequential(constant(1.0)), reduce_dtype=reduce_dtype)
-    with ctx.recording() as recorder:
-        model(torch.ones(1, 4, device=ctx.device)).sum().backward()
-    kinds = {"gathered": traffic.GATHERS, "reduced": traffic.REDUCTIONS}
-    sent = {word: recorder.log().collectives(*which) for word, which in kinds.items()}
-    return {  # raw bytes say nothing of what is in them
-        word: sorted({d.replace("uint8", "bfloat16") for e in events for d in e.dtypes})
-        for word, events in sent.items()
-    }
+def dtypes_sent(log, kinds):
+    """The dtypes of messages; raw bytes say nothing of what is in them."""
+    dtypes = {dtype for event in log.collectives(*kinds) for dtype in event.dtypes}
+    return sorted({dtype.replace("uint8", "bfloat16") for dtype in dtypes})
 
 
 @clause(
@@ -298,12 +288,12 @@ def sent_dtypes(ctx, subject, reduce_dtype):
 @pytest.mark.parametrize("wide", [True, False], ids=["reduce-float32", "reduce-default"])
 def test_weights_and_gradients_travel_in_their_dtypes(world, subject, wide):
     """Weights MUST travel in param_dtype, gradients in reduce_dtype or else in param_dtype."""
-    ranks = world.run(sent_dtypes, subject, torch.float32 if wide else None)
+    word = "brain-reduced-wide" if wide else "brain"
+    logs = world.run(sent_by, subject, f"narrow {word}", "backward 0")
 
+    found = [[dtypes_sent(log, k) for k in (traffic.GATHERS, traffic.REDUCTIONS)] for log in logs]
     reduced = ["float32"] if wide else ["bfloat16"]
-    judge.equal(
-        ranks, {"gathered": ["bfloat16"], "reduced": reduced}, quantity="dtypes of what is sent"
-    )
+    judge.equal(found, [["bfloat16"], reduced], quantity="dtypes that are gathered and reduced")
 
 
 LARGE = 60000.0
@@ -326,14 +316,6 @@ def test_a_mean_that_float16_holds_does_not_overflow_on_the_way(world, subject):
     )
 
 
-def of_two_dtypes(ctx, subject, toy):
-    """A step of a unit of two dtypes whose gradients are reduced in one."""
-    policy = ctx.impl.MixedPrecisionPolicy(reduce_dtype=torch.double)
-    build, batch = toy_of(toy)
-    options = {"units": "root", "notes_late": True, "mp_policy": policy}
-    return step_of(ctx, subject, build(), batch=batch, **options)
-
-
 @clause(
     "fsdp.precision.two-dtypes-reduced-in-one",
     level="production",
@@ -346,13 +328,12 @@ def test_gradients_of_two_dtypes_are_reduced_in_one(world, subject):
 
     It may be refused, by the forward: a backward has nobody to tell.
     """
-    usual = (of_two_dtypes, subject, "even")
-    ranks = refusal.answer_or_refusal(world, of_two_dtypes, subject, "double", ordinary=usual)
+    own, usual = (toy_of(name, "root") for name in ("double", "even"))
+    policy = {"reduce_dtype": torch.double}
+    ranks = steps_as_alone(world, subject, own, usual=usual, notes_late=True, policy=policy)
     if ranks is not None:
-        build, batch = toy_of("double")
-        dtypes = {name: str(p.dtype) for name, p in build().named_parameters()}
+        dtypes = {name: str(p.dtype) for name, p in own.build().named_parameters()}
         judge.equal([r["dtypes"] for r in ranks], dtypes, quantity="dtypes of gradients")
-        judge_step(ranks, build, batch=batch)
 
 
 @clause(

@@ -93,7 +93,7 @@ def without_weights(ctx, subject):
     embed: Any = rank.module.embed
     embed.set_unshard_in_backward(False)
     rank.backward("1")
-    sent = traffic.together(*recorded(ctx, rank, "0"))
+    sent = recorded(ctx, rank, "0")
     return traffic.gathered(sent, ctx.world_size), rank.gradients()
 
 
@@ -128,9 +128,9 @@ def switched_off(ctx, subject, setter, **recurse):
     rank.follow(parsed("backward 5, zero_grad none"))
     change: Any = getattr(rank.wrapped, setter)
     change(False, **recurse)
-    first = traffic.together(*recorded(ctx, rank, "0"))
+    first = recorded(ctx, rank, "0")
     change(True, **recurse)
-    second = traffic.together(*recorded(ctx, rank, "1"))
+    second = recorded(ctx, rank, "1")
     gathered = [traffic.gathered(log, ctx.world_size) for log in (first, second)]
     return [gathered[0], traffic.reduced(first), gathered[1]], rank.gradients()
 

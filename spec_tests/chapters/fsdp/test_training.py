@@ -188,8 +188,7 @@ def test_a_state_dict_is_sharded_whatever_came_before(world, subject, moment):
 def carried_over(ctx, subject, toy):
     """Missing keys, weights and outputs of a model that had a step, and of one that loaded them."""
     first, second = on_rank(ctx, subject, toy), on_rank(ctx, subject, toy)
-    first.backward("0")
-    first.optimizers[0].step()
+    first.follow(parsed("backward 0, step"))
     state = {name: value.clone() for name, value in first.wrapped.state_dict().items()}
     second.write("parameters")  # to other values
     second.evaluate("0")

@@ -15,16 +15,15 @@ from torch import nn
 
 from spec_tests.chapters.fsdp.sharded import (
     WHOLE,
+    Own,
     finish,
     kind_of,
     numel,
     of_integers,
-    on_rank,
-    recorded,
+    second_step,
     toy_of,
 )
 from spec_tests.chapters.fsdp.test_precision import HALF, constant, embedding
-from spec_tests.programs.calls import parsed
 from spec_tests.programs.law import same_as_alone, situations
 from spec_tests.programs.laws import equivalence, footprint, refusal, traffic
 from spec_tests.rig import judge
@@ -83,25 +82,25 @@ def batch_of(rank):
     return torch.arange(8.0).reshape(2, 4) + rank
 
 
-RESTS: dict[str, tuple[Any, Any]] = {
+RESTS = {
     "gain": toy_of("even"),
-    "1.0.gain": (deep, batch_of),
-    "2.table": (deep, batch_of),
+    "1.0.gain": Own(deep, batch=batch_of),
+    "2.table": Own(deep, batch=batch_of),
 }
-"""How a model is built, and the inputs of a rank, by the name of a parameter of no layer."""
+"""Models, by the name of a parameter of no layer."""
 
 
 def rest_of(ctx, subject, name):
     """Kind, gradient and value of a parameter of no layer."""
-    build, batch = RESTS[name]
-    module = build().to(ctx.device)
+    own = RESTS[name]
+    module = own.build().to(ctx.device)
     shape = module.get_parameter(name).shape
     model = ctx.impl.fsdp(module)
     named = dict(model.named_parameters())
     found = [p for n, p in named.items() if f".{n}".endswith(f".{name}")]
     if len(found) != 1:
         return f"none of that name, only {[*named]}", {}, {}
-    (ctx.world_size * sum_of_squares(model(batch(ctx.rank).to(ctx.device)))).backward()
+    (ctx.world_size * sum_of_squares(model(own.batch(ctx.rank).to(ctx.device)))).backward()
     ctx.impl.finish_gradient_synchronization(model)
     kind = kind_of(found[0], shape)
     if kind != WHOLE:
@@ -114,16 +113,15 @@ def judge_rest(ranks, name):
     __tracebackhide__ = True
     kinds, gradients, values = zip(*ranks, strict=True)
     judge.equal(kinds, WHOLE, quantity=f"kind of {name!r}, which belongs to no layer,")
-    build, batch = RESTS[name]
-    own = []
+    own, shares = RESTS[name], []
     for rank in range(len(ranks)):
-        plain = build()
-        sum_of_squares(plain(batch(rank))).backward()
-        own.append({name: plain.get_parameter(name).grad})
-    built = {name: build().get_parameter(name).detach()}
+        plain: Any = own.build()
+        sum_of_squares(plain(own.batch(rank))).backward()
+        shares.append({name: plain.get_parameter(name).grad})
+    built = {name: own.build().get_parameter(name).detach()}
     judge.tensors(values, built, quantity="parameter as built")
-    mean = {name: sum(each[name] for each in own)}
-    local = [equivalence.scaled(each, len(ranks)) for each in own]
+    mean = {name: sum(share[name] for share in shares)}
+    local = [equivalence.scaled(share, len(ranks)) for share in shares]
     hint = Hint("the rank's own local gradient: it was never reduced", local)
     judge.tensors(gradients, mean, quantity="mean gradient", hints=[hint])
 
@@ -300,13 +298,6 @@ def _is_divided(ranks, given, likely):
     )
 
 
-def one_step(ctx, subject):
-    """What forward, backward and finish of a second step send."""
-    rank = on_rank(ctx, subject, "even")
-    rank.follow(parsed("backward 1, zero_grad none"))
-    return traffic.together(*recorded(ctx, rank, "0"))
-
-
 @clause(
     "fsdp.traffic.step-of-a-whole-model",
     level="production",
@@ -316,7 +307,7 @@ def one_step(ctx, subject):
 )
 def test_a_step_of_a_whole_model_sends_three_copies(world, subject):
     """A whole model's step MUST gather weights twice at most and reduce once, in their dtypes."""
-    logs = world.run(one_step, subject)
+    logs = world.run(second_step, subject, "even")
 
     whole, weights = numel("even"), numel("even") - numel("even", "gain")
     copies = [sum(e.bytes for e in log.collectives(*traffic.GATHERS)) / 4 / weights for log in logs]
