@@ -227,6 +227,9 @@ _PYTEST = [
     os.devnull,
     "--rootdir",
     str(Path(__file__).resolve().parent.parent),
+    # Else folders above the suite are searched, and their conftest.py files are run.
+    "--confcutdir",
+    str(Path(__file__).resolve().parent.parent),
     "--import-mode=importlib",
     "--assert=plain",
     "--disable-plugin-autoload",

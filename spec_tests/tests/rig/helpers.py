@@ -102,14 +102,14 @@ def python(
     """Run this Python in a folder, the suite within reach, and return how it ended.
 
     It gets none of pytest's variables: a run within a worker of xdist would take itself for one.
-    The suite's own command is forked from a process that has imported torch; not where variables
-    are given, since its ranks have the zygote's; nor does it see what a test has put in
-    `os.environ`.
+    A module is forked from a process that has imported torch, and does not see what a test has put
+    in `os.environ`. A program's text (`-c`) is a process of its own.
     """
-    if arguments[:2] == ("-m", "spec_tests") and not environment:
+    if arguments[0] == "-m":
         with tempfile.TemporaryDirectory(prefix="trainspec-") as scratch:
-            words, name = arguments[2:], f"{scratch}/command"
-            command = launch.start("spec_tests", words, folder=cwd, name=name)
+            _, module, *words = arguments
+            given = {"environment": environment, "name": f"{scratch}/command"}
+            command = launch.start(module, words, folder=cwd, **given)
             try:
                 ended = command.wait(500)
             finally:

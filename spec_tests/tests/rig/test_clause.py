@@ -2,6 +2,7 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ from spec_tests.programs import seeds
 from spec_tests.rig import ledger
 from spec_tests.rig.clause import REGISTER, Clause, clause, clause_of, clauses
 from spec_tests.rig.outcomes import LEVELS, Strength
-from spec_tests.tests.rig.helpers import python
+from spec_tests.tests.reference import launch
+from spec_tests.tests.rig.helpers import ROOT
 from spec_tests.tests.rig.watched import told_by
 from spec_tests.watch.command import norms
 
@@ -110,27 +112,24 @@ def test_an_id_used_twice_is_refused(register):
 # ---------------------------------------------------------------------------------- what there is
 
 
-@pytest.fixture(scope="session")
-def collected() -> Counter[tuple[str, str]]:
-    """(clause id, case) of every test that pytest collects for the reference."""
-    script = (
-        "import pytest, sys\n"
-        "class See:\n"
-        "    def pytest_collection_finish(self, session):\n"
-        "        from spec_tests.rig.clause import clause_of\n"
-        "        for item in session.items:\n"
-        "            found = clause_of(getattr(item, 'function', None))\n"
-        "            if found: print('@', found.id, found.label(item.callspec.params), sep='\\t')\n"
-        "options = ['--collect-only', '-q', '--level', 'production', '-p', 'no:cacheprovider']\n"
-        "sys.exit(pytest.main([*options, *sys.argv[1:]], plugins=[See()]))\n"
-    )
-    ended = python("-c", script, *map(str, ledger.chapter_folders()))
-    assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-2000:]
-    rows = [line.split("\t") for line in ended.stdout.splitlines() if line.startswith("@\t")]
-    return Counter((id, case) for _, id, case in rows)
+COLLECTING = """
+import pytest, sys
+class See:
+    def pytest_collection_finish(self, session):
+        from spec_tests.rig.clause import clause_of
+        for item in session.items:
+            found = clause_of(getattr(item, 'function', None))
+            if found: print('@', found.id, found.label(item.callspec.params), sep='\\t')
+options = ['--collect-only', '-qq', '--level', 'production', '-p', 'no:cacheprovider']
+sys.exit(pytest.main([*options, '--assert=plain', *sys.argv[1:]], plugins=[See()]))
+"""
+"""Prints clause id and case of every test that pytest collects for the reference."""
 
 
-def test_a_clause_without_pytest_has_the_cases_that_pytest_runs(collected):
+def test_a_clause_without_pytest_has_the_cases_that_pytest_runs(tmp_path: Path):
+    ended = launch.run(COLLECTING, "--rootdir", ROOT, *ledger.chapter_folders(), folder=tmp_path)
+    rows = [line.split("\t") for line in ended.out.splitlines() if line.startswith("@\t")]
+    collected = Counter((id, case) for _, id, case in rows)
     own = Counter((c.id, c.label(case)) for c in ledger.load_all() for case in c.cases())
     assert own - collected == Counter(), "cases that pytest does not run"
     assert collected - own == Counter(), "cases that only pytest runs"

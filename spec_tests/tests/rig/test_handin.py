@@ -19,7 +19,11 @@ from spec_tests.tests.rig.helpers import CHECKOUTS, ROOT, python
 ITEM = "FlashAttention-2, backward"  # with the fewest clauses
 LEVEL = ("--level", "course")
 CLAUSES = ("--clause", "attention.shapes.without-heads,attention.gradients.values", *LEVEL)
-OWN_TEST = "def test_of_the_course():\n    import tests.adapters\n"
+OWN_TEST = """\
+from importlib.util import find_spec
+def test_of_the_course():
+    assert find_spec("tests.adapters")
+"""
 
 
 def checkout(folder: Path, name: str) -> Path:
@@ -34,7 +38,7 @@ def checkout(folder: Path, name: str) -> Path:
 
 def test_a_checkout_is_judged_and_packed_though_a_clause_fails(tmp_path: Path):
     mine, out = checkout(tmp_path / "my work", "cs336_faulty"), tmp_path / "hand-in.zip"
-    clause = ("--clause", "zero1.state.divided", "--transport", "sim", *LEVEL)
+    clause = ("--clause", "ddp.gradients.frozen-stay-none", "--transport", "sim", *LEVEL)
     ended = python("-m", "spec_tests", "submit", f"cs336:{mine}", str(out), *clause)
     assert ended.returncode == 1, ended.stdout + ended.stderr
     with zipfile.ZipFile(out) as archive:
@@ -88,7 +92,7 @@ def graded(grader: Path, root: Path) -> dict:
 
 
 def test_gradescope_gets_the_points_of_a_hand_in_that_lies_in_a_folder(tmp_path):
-    grader = written(tmp_path / "grader", *CLAUSES)
+    grader = written(tmp_path / "grader", "--cpus", "1", *CLAUSES)
     checkout(tmp_path / "submission" / "my work", "cs336_2026")
     found = graded(grader, tmp_path)
     assert "INCOMPLETE" not in found["output"]

@@ -18,8 +18,9 @@ from spec_tests.rig.outcomes import SILENT, Outcome
 from spec_tests.rig.ranks.world import Worlds
 from spec_tests.rig.sim import hooks
 from spec_tests.rig.target import REPOSITORY_ROOT, Implementation, Target, import_target
+from spec_tests.tests.reference import launch
 from spec_tests.tests.rig import built
-from spec_tests.tests.rig.helpers import clauses, judged, python
+from spec_tests.tests.rig.helpers import clauses, judged
 
 CHAPTERS = {"loader": "data", "trainer": "training"}
 """Of skeletons that are not called like theirs."""
@@ -181,11 +182,9 @@ def test_a_skeleton_that_is_filled_from_the_reference_passes(
     ],
 )
 def test_the_toy_prints_what_it_got_beside_what_is_right(subject: str, shown: str, tmp_path: Path):
-    place = tmp_path / f"{subject}.py"
-    place.write_text(filled(skeletons.text_of(subject, place)))
-    ended = python("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(place))
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.count(shown) == 2, ended.stdout
+    toy = filled(skeletons.text_of(subject, tmp_path / f"{subject}.py"))
+    for rank in launch.run_ranks(toy, folder=tmp_path):
+        assert shown in rank.out
 
 
 def first_and_last_case(

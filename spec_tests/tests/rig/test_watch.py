@@ -62,7 +62,6 @@ TRAIN = """
 
 def watch(*words: str, cwd: Path = ROOT, **environment: str) -> tuple[int, str]:
     """Run the command; returns its exit status and all that it printed."""
-    environment = {"OMP_NUM_THREADS": "1", **environment}
     ended = python("-m", "spec_tests", "watch", *words, cwd=cwd, **environment)
     return ended.returncode, ended.stdout + ended.stderr
 
