@@ -108,8 +108,8 @@ def python(
     if arguments[0] == "-m":
         with tempfile.TemporaryDirectory(prefix="trainspec-") as scratch:
             _, module, *words = arguments
-            given = {"environment": environment, "name": f"{scratch}/command"}
-            command = launch.start(module, words, folder=cwd, **given)
+            name = f"{scratch}/command"
+            command = launch.start(module, words, folder=cwd, environment=environment, name=name)
             try:
                 ended = command.wait(500)
             finally:
