@@ -9,6 +9,7 @@ import ast
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -272,6 +273,16 @@ def test_an_installed_suite_serves_pytest_from_another_folder(tmp_path: Path):
     ended = python("-m", "pytest", *suite, *flags, cwd=tmp_path)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert read_log(tmp_path / "out" / "events.jsonl")[-1]["counts"]["passed"] == 1
+
+
+def test_a_conftest_of_a_folder_above_the_suite_is_not_run(tmp_path: Path):
+    folder = tmp_path / "beneath"
+    shutil.copytree(ROOT / "spec_tests", folder / "spec_tests")
+    (tmp_path / "conftest.py").write_text("raise SystemExit('it was run')\n")
+    (folder / "mine.py").write_text(RIGHT)
+    program = "import runpy; runpy.run_module('spec_tests', run_name='__main__', alter_sys=True)"
+    ended = python("-c", program, "--impl", "mine.py", "--clause", FROZEN, cwd=folder)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
 # --------------------------------------------------------------------------- without a process
