@@ -24,7 +24,7 @@ from spec_tests.chapters.fsdp.sharded import (
     steps_as_alone,
     toy_of,
 )
-from spec_tests.programs.law import same_as_alone
+from spec_tests.programs.law import same_as_alone, situations
 from spec_tests.programs.laws import refusal, traffic
 from spec_tests.rig import judge
 from spec_tests.rig.clause import clauses
@@ -343,9 +343,15 @@ def test_gradients_of_two_dtypes_are_reduced_in_one(world, subject):
     "torch.utils.checkpoint around what calls a unit: it compares shapes and dtypes",
     worlds=(2,),
 )
-def test_what_is_recomputed_has_the_same_dtypes(world, subject):
+@situations(
+    {
+        "around-the-model": "narrow brain-reduced-wide all-again: backward 0",
+        "around-units": "narrow brain-reduced-wide called-again: backward 0",
+    }
+)
+def test_what_is_recomputed_has_the_same_dtypes(world, subject, situation):
     """A forward that a backward repeats MUST be cast as the first: checkpointing changes no bit."""
-    same_as_alone(world, subject, "narrow brain-reduced-wide all-again: backward 0")
+    same_as_alone(world, subject, situation)
 
 
 class UsedTwice(nn.Module):

@@ -113,17 +113,21 @@ def test_no_rank_keeps_much_more_than_its_share(world):
     )
 
 
+# A scheduler sets the rate after a step, and a checkpoint is taken before the next.
+SCHEDULED = f"{steps(1, 2, 3)}, rate 0.5"
+
+
 def state_alone(scene):
     """The state dict of the plain optimizer after three steps."""
     stepped = Stepped(Scene.of(scene))
-    stepped.follow(parsed(steps(1, 2, 3)))
+    stepped.follow(parsed(SCHEDULED))
     return stepped.state()
 
 
 def full_state(ctx, scene):
     """What `full_optimizer_state` gives after three steps, flat; and of which groups."""
     stepped = Divided(ctx, Scene.of(scene))
-    stepped.follow(parsed(steps(1, 2, 3)))
+    stepped.follow(parsed(SCHEDULED))
     return described(stepped.state())
 
 
