@@ -58,7 +58,8 @@ def ddp(module: nn.Module, *, process_group: ProcessGroup | None = None) -> nn.M
         buffers-follow: A training forward outside `no_sync` uses the first rank's buffers.
         one-copy: A step sends one copy of the gradients of trained parameters.
         same-order: All ranks send in the same order.
-        overlaps: Hooks that do not block launch reductions, the first before the last gradient.
+        overlaps: Reductions are launched during the backward, by hooks that do not block.
+        early: Of 50 MiB of gradients the first reduction starts before the last one is ready.
         footprint: A step holds at most one further copy of the gradients.
         float16-sum: A sum in float16 does not overflow where the mean does not.
         original-alone: After a finished step, `module` called directly sends nothing.

@@ -412,7 +412,7 @@ class Unit:
             if unit.in_backward and unit.reshard_after_backward:
                 unit.reshard()
             unit.in_backward = False
-            unit.discard_gather()  # what a backward within this one was first to use
+            unit.discard_gather()  # one that was launched ahead and never used
         self.run.order.clear()
         self.run.is_callback_queued = False
 

@@ -45,7 +45,7 @@ def stream_of_events(ctx, subject):
     return recorder.log()
 
 
-@clause("ddp.overlap.starts-during-backward", source="contract: overlaps; " + OVERLAP)
+@clause("ddp.overlap.starts-during-backward", source="contract: overlaps, early; " + OVERLAP)
 def test_the_first_reduction_starts_before_the_last_gradient_is_ready(world, subject):
     """The first reduction MUST be launched before the last gradient is ready."""
     logs = world.run(stream_of_events, subject)
