@@ -23,6 +23,8 @@ BENCH ?= rig ddp attention
 
 # Two threads per rank on two cores make a small step twenty times slower: one each, always.
 export OMP_NUM_THREADS := 1
+# Hundreds of processes import the same files: compiling them each time is a tenth of make test.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: check test demo lint bench clean env env-dev
 .DEFAULT_GOAL := check

@@ -155,6 +155,9 @@ def patched_class(code: type, patches: Sequence[Patch]) -> Any:
     inside = f"{package}."
     kept = {name: sys.modules[name] for name in sys.modules if f"{name}.".startswith(inside)}
     forget(package)
+    # What the package itself imports is not wanted: this is a package of the same files alone.
+    bare = sys.modules[package] = ModuleType(package)
+    bare.__path__ = kept[package].__path__
     try:
         with patched(patches):
             return getattr(importlib.import_module(code.__module__), code.__name__)

@@ -15,8 +15,7 @@ from multiprocessing import get_context
 from types import ModuleType
 from typing import Any
 
-# Third-party modules only. A preloaded implementation or clause would be stale, and an
-# impostor could no longer be patched in.
+# No implementation and no clause: it would be stale, and an impostor could no longer be patched in.
 PRELOAD = (
     "torch",
     "torch.distributed",
@@ -30,6 +29,7 @@ PRELOAD = (
     "numpy.typing",
     "hypothesis",
     "pytest",
+    "spec_tests.programs.preloaded",
 )
 
 # Where a worker of xdist finds the zygote of the process that started it.
