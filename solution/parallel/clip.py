@@ -97,7 +97,8 @@ def total_norm(parameters: Tensors, norm_type: float = 2.0) -> torch.Tensor:
         norm = first.sum().pow(1.0 / order)
     else:
         norm = torch.where(rest[0].any(), math.nan, first.max())
-    dtype = functools.reduce(torch.promote_types, (t.dtype for t in tensors), torch.float32)
+    reals = (t.dtype.to_real() for t in tensors)  # the norm of complex numbers is real
+    dtype = functools.reduce(torch.promote_types, reals, torch.float32)
     return norm.to(dtype)
 
 

@@ -16,7 +16,8 @@ from torch.optim import Optimizer
 def ddp(module: nn.Module, *, process_group: ProcessGroup | None = None) -> nn.Module:
     """Replicate `module` over the ranks of a group and average its gradients.
 
-    Below, "finish" is a call of `finish_gradient_synchronization` after a backward.
+    Below, "finish" is a call of `finish_gradient_synchronization` after a backward. Sparse
+    gradients are not judged.
 
     Args:
         module: the model of this rank. The gradients appear in its own Parameter objects.
@@ -152,7 +153,7 @@ def sharded_optimizer(
 
     Level `course`:
         same-values: After `step` all ranks hold the values that `optimizer_cls` alone would give.
-        state-divided: `.state` holds only the state that this rank owns.
+        state-divided: `.state` holds only the state that this rank owns, by keys of any kind.
         added-groups: A group that `add_param_group` adds is treated like the others.
 
     Level `correct`:

@@ -24,7 +24,9 @@ def fully_shard(
 
     The caller seeds all ranks alike: sharding does not synchronise weights. "Full weights" are
     unsharded parameters. An "update" is `Optimizer.step`, a load function, or an in-place operation
-    under `no_grad` on the Parameter or on its local tensor, between steps.
+    under `no_grad` on the Parameter or on its local tensor, between steps. `zero_grad` is that of
+    an optimizer, where a promise does not say "of the model". What `.grad` shows of gradients that
+    are not reduced yet is not judged.
 
     Args:
         module: a module; at level `production` also a list of modules, which become one unit.

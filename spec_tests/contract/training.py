@@ -31,7 +31,8 @@ def token_loader(
 
     Args:
         paths: the shards.
-        rank, world_size: this rank and the number of ranks; None means RANK and WORLD_SIZE.
+        rank, world_size: this rank and the number of ranks, both or neither; None means RANK and
+            WORLD_SIZE.
 
     Returns:
         An iterable of (inputs, targets) with `state_dict()` and `load_state_dict(state)`. These two
@@ -106,7 +107,8 @@ def train(
     """Train a plain or wrapped model for some optimizer steps.
 
     The loss is the cross-entropy of `model(ids)` with the targets; targets of -100 do not count. A
-    target that counts is "valid".
+    target that counts is "valid". Not judged are a step without a valid target, and which gradients
+    `max_norm` concerns where the optimizer has only some of the parameters.
 
     Args:
         batches: micro-batches (ids, targets) of this rank.
@@ -136,7 +138,7 @@ def train(
         loss: `loss` is the mean over the valid tokens of the step on all ranks.
         tokens: `tokens` is the number of valid tokens of the step on all ranks.
         grad-norm: `grad_norm` is the norm of the step's gradient.
-        reported-lr: `lr` of a record is the rate that its update used.
+        reported-lr: `lr` of a record is the rate that its update used, in any of the groups.
         schedule: The update after k finished ones of this call uses `lr(k)` in every group.
         own-rates: Without `lr` each group of parameters keeps its own rate.
 
@@ -213,6 +215,7 @@ def load_checkpoint(
     At another world size the loaded values are equal to the bit; weights of later steps differ, as
     between uninterrupted runs at these world sizes, by the order in which gradients are summed. An
     optimizer such as Adam makes a step of up to the learning rate out of a gradient's rounding.
+    Saves and loads that differ in whether a loader is given are not judged.
 
     Returns:
         The step of that checkpoint, or 0 where there is none.

@@ -142,7 +142,7 @@ class PlainCheckpoint:
         return state["step"]
 
     def newest(self, root: Path) -> Path | None:
-        found = [p for p in root.glob("step-*.pt") if p.stem.partition("-")[2].isdigit()]
+        found = [p for p in root.glob("step-*.pt") if p.stem.partition("-")[2].isdecimal()]
         return max(found, key=self.order, default=None)
 
     def order(self, path: Path) -> Any:
@@ -176,6 +176,9 @@ class PlainCheckpoint:
                 group.update(own["options"])
                 if own["state"]:
                     optimizer.state[parameter] = dict(own["state"])
+        if type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict:
+            # A sharded optimizer: of what it loads it keeps the part that it owns.
+            optimizer.load_state_dict(torch.optim.Optimizer.state_dict(optimizer))
 
     def restore_rank(self, everyone: list[dict[str, Any]], loader: Any) -> None:
         own = everyone[self.whose(everyone)]

@@ -75,8 +75,9 @@ class PlainClip:
 
     def part(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
         """Sum of |x|^p, or the largest |x|, of what this rank holds."""
-        flat = torch.cat([torch.zeros(1), *[self.local(g).reshape(-1) for g in gradients]]).double()
-        return flat.abs().max() if self.order == math.inf else flat.abs().pow(self.order).sum()
+        sizes = [self.local(gradient).reshape(-1).abs() for gradient in gradients]
+        flat = torch.cat([torch.zeros(1), *sizes]).double()
+        return flat.max() if self.order == math.inf else flat.pow(self.order).sum()
 
     def gathered(self, part: torch.Tensor, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The parts of those who hold other elements, in order of rank."""

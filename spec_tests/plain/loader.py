@@ -51,9 +51,11 @@ class PlainLoader:
     # ---------------------------------------------------------------------------- construction
 
     def who(self, rank: int | None, size: int | None) -> tuple[int, int]:
-        if rank is not None and size is not None:
-            return rank, size
-        return self.from_environment()
+        if rank is None and size is None:
+            return self.from_environment()
+        if rank is None or size is None:
+            raise ValueError(f"expected rank and world_size or neither, got {rank} and {size}")
+        return rank, size
 
     def from_environment(self) -> tuple[int, int]:
         found = [os.environ.get("RANK"), os.environ.get("WORLD_SIZE")]

@@ -100,6 +100,7 @@ class PlainTrain:
 
     def clear(self) -> None:
         self.optimizer.zero_grad()
+        self.model.zero_grad()  # also what the optimizer does not hold
 
     def window(self, index: int) -> AbstractContextManager[Any]:
         is_last = index == self.accumulate - 1

@@ -108,9 +108,7 @@ class Stepped:
                 parameter.neg_()
 
     def freeze(self, number: str) -> None:
-        parameter = list(self.parameters.values())[int(number)]
-        parameter.requires_grad_(False)
-        parameter.grad = None
+        list(self.parameters.values())[int(number)].requires_grad_(False)
 
     def thaw(self, number: str) -> None:
         list(self.parameters.values())[int(number)].requires_grad_(True)

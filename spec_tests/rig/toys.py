@@ -354,7 +354,12 @@ class Toy:
 
 
 def integers(like: torch.Tensor, largest: int, generator: torch.Generator) -> torch.Tensor:
-    """Non-zero integers, as far as the dtype can tell: a zero would hide a missing term."""
+    """Non-zero integers, as far as the dtype can tell: a zero would hide a missing term.
+
+    Those of int64 lie beyond what float64 can hold.
+    """
+    if like.dtype == torch.int64:
+        return torch.randint(2**53, 2**62, like.shape, generator=generator)
     size = torch.randint(1, largest + 1, like.shape, generator=generator)
     sign = torch.randint(0, 2, like.shape, generator=generator) * 2 - 1
     if like.dtype == torch.bool:

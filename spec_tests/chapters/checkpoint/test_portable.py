@@ -279,6 +279,17 @@ def went_on(ctx, directory, kind):
     return run.train(2, 3)
 
 
+def saved_again(ctx, directory, kind):
+    """Weights of a run that goes on from the save of one that went on itself, for a step."""
+    between = Run(ctx, "zero1", 8)
+    ctx.impl.load_checkpoint(directory, model=between.module, optimizer=between.optimizer)
+    between.train(2)
+    run, state = Run(ctx, kind, 8), {"model": between.module, "optimizer": between.optimizer}
+    ctx.impl.save_checkpoint(directory, step=2, **state)
+    ctx.impl.load_checkpoint(directory, model=run.module, optimizer=run.optimizer)
+    return run.train(3)
+
+
 def stopped_and_went_on(ctx, directory, kind):
     """Both."""
     return stopped(ctx, directory, kind), went_on(ctx, directory, kind)
@@ -299,17 +310,18 @@ def without_a_checkpoint(ctx, kind):
     source="contract: sharded-optimizer; "
     "ZeroRedundancyOptimizer.consolidate_state_dict; KempnerForge pull request 115",
 )
-@pytest.mark.parametrize("then", ["on-2-ranks", "on-3-ranks", "unsharded"])
+@pytest.mark.parametrize("then", ["on-2-ranks", "on-3-ranks", "unsharded", "saved-again"])
 def test_it_goes_on_with_any_number_of_ranks_or_unsharded(world, then):
     """A save of a sharded optimizer MUST go on at any world size, and unsharded, or be refused."""
-    size = {"on-2-ranks": 2, "on-3-ranks": 3, "unsharded": 1}[then]
+    size = {"on-3-ranks": 3, "unsharded": 1}.get(then, 2)
     with folder() as directory:
         first = refusal.answer_or_refusal(world, stopped, directory, "zero1")
         if first is None:
             return
         other = world.worlds.world(size, world.target)
-        kind = "unsharded" if then == "unsharded" else "zero1"
-        ranks = refusal.answer_or_refusal(other, went_on, directory, kind)
+        kind = "zero1" if then.startswith("on-") else "unsharded"
+        body = saved_again if then == "saved-again" else went_on
+        ranks = refusal.answer_or_refusal(other, body, directory, kind)
         lost = world.run(without_a_checkpoint, "unsharded")[0]
 
     if ranks is not None:

@@ -158,12 +158,14 @@ DTYPES = {
     "bfloat16": (torch.bfloat16,),
     "two": (torch.float32, torch.bfloat16),
     "float64": (torch.float64,),
+    "complex": (torch.complex64,),
 }
 
 
 def of_dtypes(dtypes):
     """A gradient of each dtype, whose elements it can hold, and float16 not their norm."""
-    return [torch.full((65,), 10_001.0, dtype=dtype) for dtype in dtypes]
+    element = {torch.complex64: 10_001 - 10_001j}
+    return [torch.full((65,), element.get(dtype, 10_001.0), dtype=dtype) for dtype in dtypes]
 
 
 def norm_of_dtypes(ctx, case):
@@ -178,13 +180,13 @@ def norm_of_dtypes(ctx, case):
 @clause(
     "clip.norm.dtypes",
     level="production",
-    source="contract: norm-dtype; float16 ends at 65504",
+    source="contract: norm-dtype, as-pytorch; float16 ends at 65504",
     worlds=(1,),
 )
 @pytest.mark.parametrize("case", DTYPES)
 def test_the_norm_is_as_wide_as_float32_or_the_widest_gradient(world, case):
     """The norm MUST have the range and rounding of float32, or of float64 where one has that."""
-    wanted = torch.cat([gradient.double() for gradient in of_dtypes(DTYPES[case])]).norm()
+    wanted = torch.cat([gradient.abs().double() for gradient in of_dtypes(DTYPES[case])]).norm()
     widest = torch.float64 if case == "float64" else torch.float32
     judge.tensors(
         world.run(norm_of_dtypes, case),

@@ -201,7 +201,7 @@ def test_a_mean_that_float16_holds_does_not_overflow_on_the_way(world, subject):
 
 def weights_around_backward(ctx, subject):
     """Weights before and after a synchronised backward, made different on each rank."""
-    replica = Replica(ctx, subject, "mlp")
+    replica = Replica(ctx, subject, "frozen")
     with torch.no_grad():
         for parameter in replica.parameters.values():
             parameter.add_(ctx.rank)  # the mean of equal weights would change nothing
@@ -217,7 +217,7 @@ def weights_around_backward(ctx, subject):
     worlds=(2,),
 )
 def test_backward_changes_no_weight(world, subject):
-    """Backward and finish MUST leave every parameter's value as it was.
+    """Forward, backward and finish MUST leave every parameter as it was, frozen ones too.
 
     A post-accumulate hook is handed the *parameter*. Code that averages its argument averages the
     weights and leaves the gradients local, with a loss curve that looks plausible.
@@ -230,7 +230,7 @@ def test_backward_changes_no_weight(world, subject):
         before,
         quantity="weight from before backward",
         hints=[Hint("the mean of all ranks' weights: the hook averaged the parameter", mean)],
-        given="toy 'mlp', weights changed on each rank after wrapping",
+        given="toy 'frozen', weights changed on each rank after wrapping",
     )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
 from spec_tests.chapters.zero1.runs import DEPTH, TOY, state_bytes, steps, wide
 from spec_tests.programs.calls import parsed
@@ -190,6 +191,19 @@ def goes_on(ctx, scene, saved):
     return stepped.follow(parsed(GO_ON))
 
 
+def loaded_counters(ctx):
+    """This rank's counters of steps, one step after a load that says 257: bfloat16 has only 256."""
+    weight = nn.Parameter(torch.ones(4, 3, dtype=torch.bfloat16))
+    weight.grad = torch.ones_like(weight)
+    alone = torch.optim.AdamW([weight], lr=0.01)
+    alone.step()
+    alone.state[weight]["step"].fill_(257)
+    optimizer = ctx.impl.sharded_optimizer([weight], torch.optim.AdamW, lr=0.01)
+    optimizer.load_state_dict(alone.state_dict())
+    optimizer.step()
+    return [float(entry["step"]) for entry in optimizer.state.values() if "step" in entry]
+
+
 @clause("zero1.state.resumes-at-any-size", source="contract: load; " + PORTABLE, worlds=(1, 2, 3))
 def test_it_goes_on_from_the_unsharded_optimizers_state(world):
     """Loaded from the unsharded state dict, training MUST go on as the unsharded optimizer does.
@@ -203,6 +217,14 @@ def test_it_goes_on_from_the_unsharded_optimizers_state(world):
     ranks = world.run(goes_on, GROUPED, alone.saved)
 
     judge_updates([before + seen for seen in ranks], f"{GROUPED}: {begun}, {GO_ON}")
+
+    counters = {counter for seen in world.run(loaded_counters) for counter in seen}
+    judge.holds(
+        counters <= {258.0},
+        f"expected the counter 258 a step after the load of 257, got {sorted(counters)}",
+        likely="the counter of steps was cast to the dtype of its parameter",
+        given="AdamW, a parameter in bfloat16",
+    )
 
 
 @clause("zero1.state.divided-after-load", source="contract: divided-after-load; " + PAPER)

@@ -135,8 +135,8 @@ LOADER.near_miss(
 LOADER.near_miss(
     "data.environment-wins",
     "data.partition.arguments-win",
-    "- if rank is not None and size is not None:",
-    '+ if rank is not None and size is not None and "RANK" not in os.environ:',
+    "- if rank is None and size is None:",
+    '+ if "RANK" in os.environ or (rank is None and size is None):',
     does="Takes RANK and WORLD_SIZE even where a rank is given.",
     seen="`int(os.environ.get('RANK', rank))`.",
     unseen="Evaluation on one rank reads a part of the data and says nothing.",

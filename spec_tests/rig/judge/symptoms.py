@@ -52,6 +52,8 @@ class Cause:
 
 def gap(seen: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
     """Absolute difference, elementwise; 0 where both are the same infinity, infinite at NaN."""
+    if wanted.dtype == torch.int64:  # large ones have no float64 of their own
+        return (seen - wanted).abs().double()
     seen, wanted = seen.double(), wanted.double()
     difference = (seen - wanted).abs().nan_to_num(nan=float("inf"))
     return difference.masked_fill(seen == wanted, 0.0)
@@ -108,10 +110,13 @@ class Finding:
         worst = int(errors.reshape(-1).argmax())
         where = tuple(int(i) for i in torch.unravel_index(torch.tensor(worst), errors.shape))
         wrong = int((errors > self.allowed).sum())
+        wanted, seen = (side.reshape(-1)[worst].item() for side in (self.wanted, self.seen))
+        pair = f"expected {wanted:.6g}, got {seen:.6g}"
+        if isinstance(wanted, int):
+            pair = f"expected {wanted}, got {seen}"
         return (
-            f"largest error {self.error:.3g} at {where}: expected "
-            f"{float(self.wanted.reshape(-1)[worst]):.6g}, got "
-            f"{float(self.seen.reshape(-1)[worst]):.6g}; {wrong} of {errors.numel()} elements wrong"
+            f"largest error {self.error:.3g} at {where}: {pair}; "
+            f"{wrong} of {errors.numel()} elements wrong"
         )
 
 

@@ -7,6 +7,7 @@ from run to run is the whole finding.
 from __future__ import annotations
 
 import shlex
+import unittest
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -44,6 +45,36 @@ def test_a_finding_that_only_a_schedule_shows_passes_on_gloo(worlds: Worlds):
     said = note(worlds, clause, "ddp.waits-for-last-only", subject="ddp_bucketed")
     assert said.startswith("replayed on gloo: ")
     assert said.endswith("; live ranks take no schedule")
+
+
+# Of each process: who came first. Simulated ranks are of one process.
+SHARES_STATE = """
+import torch.distributed as dist
+
+first = {}
+
+
+def ddp(module, *, process_group=None):
+    return module
+
+
+def finish_gradient_synchronization(wrapped):
+    for parameter in wrapped.parameters():
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= dist.get_world_size()
+        parameter.grad += first.setdefault("rank", dist.get_rank()) != dist.get_rank()
+"""
+
+
+def test_what_only_simulated_ranks_show_of_modules_with_state_is_not_judged(
+    worlds: Worlds, tmp_path: Path
+):
+    (file := tmp_path / "mine.py").write_text(SHARES_STATE)
+    clause, case = MEAN, {"subject": "ddp", "situation": "mlp: backward 0"}
+    world = worlds.world(2, impls.parse(str(file)), transport="sim")
+    said = "not here: simulated ranks are of one process, and share mine.py:4: `first = {}`"
+    with pytest.raises(unittest.SkipTest, match=said), replay.telling(clause, case, world):
+        clause.test(world=world, **case)
 
 
 def test_a_torch_without_a_hook_is_told_and_clauses_of_schedules_are_not_judged(
