@@ -169,6 +169,8 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 def fsdp(module: nn.Module, *, compute_dtype: torch.dtype | None = None) -> nn.Module:
     """Wrap a whole model and shard its Linear and Embedding weights (the CS336 exercise).
 
+    The bias of a Linear may be sharded or whole.
+
     The caller seeds all ranks alike. An optimizer is built over `parameters()` afterwards.
     `finish_gradient_synchronization` is called as for `ddp`. DTensors are not asked for.
 
@@ -256,7 +258,8 @@ def clip_grad_norm_(
 
     Returns:
         The global norm, a plain tensor. Where a power or a sum leaves the range of its dtype,
-        infinity or zero is right as well.
+        infinity or zero is right as well. What a norm that is not finite makes of gradients is not
+        judged.
 
     Level `correct`:
         as-pytorch: Everything else is as in `torch.nn.utils.clip_grad_norm_`.

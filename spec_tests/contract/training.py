@@ -36,7 +36,8 @@ def token_loader(
 
     Returns:
         An iterable of (inputs, targets) with `state_dict()` and `load_state_dict(state)`. These two
-        may be absent: then they are not judged.
+        may be absent: then they are not judged. Nor is a state while two passes are open, or a pass
+        that goes on after a load.
 
     Raises:
         ValueError, OSError: at construction, see `bad-arguments` to `absent-files`.
@@ -107,8 +108,9 @@ def train(
     """Train a plain or wrapped model for some optimizer steps.
 
     The loss is the cross-entropy of `model(ids)` with the targets; targets of -100 do not count. A
-    target that counts is "valid". Not judged are a step without a valid target, and which gradients
-    `max_norm` concerns where the optimizer has only some of the parameters.
+    target that counts is "valid". Not judged are a step without a valid target, the rate after a
+    step that was left out, whether a parameter that the loss does not use has no gradient or zeros,
+    and which gradients `max_norm` concerns where the optimizer has only some of the parameters.
 
     Args:
         batches: micro-batches (ids, targets) of this rank.
@@ -179,7 +181,7 @@ def save_checkpoint(
         loader: anything with `state_dict()` and `load_state_dict(state)`.
 
     Level `correct`:
-        model: Parameters and buffers of the model are saved, also from inside a wrapper.
+        model: What is in the model's `state_dict` is saved, also from inside a wrapper.
         plain-names: They are saved by the plain model's names.
         optimizer: The optimizer's state and options are saved.
         sharded-optimizer: The state of a sharded optimizer is saved whole.

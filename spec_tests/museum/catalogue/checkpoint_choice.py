@@ -13,7 +13,7 @@ PLAIN.near_miss(
     '  temporary.replace(root / f"step-{step}.pt")',
     '+ (root / "latest").write_text(str(root / f"step-{step}.pt"))',
     "...",
-    '- found = [p for p in root.glob("step-*.pt") if p.stem.partition("-")[2].isdigit()]',
+    '- found = [p for p in root.glob("step-*.pt") if p.stem.partition("-")[2].isdecimal()]',
     "- return max(found, key=self.order, default=None)",
     '+ pointer = root / "latest"',
     "+ return Path(pointer.read_text()) if pointer.exists() else None",
@@ -35,7 +35,7 @@ PLAIN.near_miss(
 PLAIN.near_miss(
     "checkpoint.any-word-for-a-number",
     "checkpoint.choice.names-alike",
-    '- found = [p for p in root.glob("step-*.pt") if p.stem.partition("-")[2].isdigit()]',
+    '- found = [p for p in root.glob("step-*.pt") if p.stem.partition("-")[2].isdecimal()]',
     '+ found = [p for p in root.glob("step-*.pt")]',
     does="Takes any text after `step-` for a number.",
     seen='`int(path.stem.split("-")[1])` over a glob',
@@ -46,7 +46,7 @@ PLAIN.near_miss(
 PLAIN.near_miss(
     "checkpoint.takes-a-backup",
     "checkpoint.choice.backups",
-    '- found = [p for p in root.glob("step-*.pt") if p.stem.partition("-")[2].isdigit()]',
+    '- found = [p for p in root.glob("step-*.pt") if p.stem.partition("-")[2].isdecimal()]',
     '+ found = [p for p in root.glob("step-[0-9]*.pt")]',
     "...",
     '- return int(path.stem.partition("-")[2])',
@@ -59,7 +59,7 @@ PLAIN.near_miss(
 PLAIN.near_miss(
     "checkpoint.newest-entry",
     "checkpoint.choice.foreign-files",
-    '- found = [p for p in root.glob("step-*.pt") if p.stem.partition("-")[2].isdigit()]',
+    '- found = [p for p in root.glob("step-*.pt") if p.stem.partition("-")[2].isdecimal()]',
     "+ found = list(root.iterdir()) if root.exists() else []",
     "...",
     '- return int(path.stem.partition("-")[2])',

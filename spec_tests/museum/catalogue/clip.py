@@ -85,8 +85,8 @@ CLIP.near_miss(
 CLIP.near_miss(
     "clip.own-part-first",
     "clip.norm.plain-and-equal",
-    "- return flat.abs().max() if self.order == math.inf else flat.abs().pow(self.order).sum()",
-    "+ part = flat.abs().max() if self.order == math.inf else flat.abs().pow(self.order).sum()",
+    "- return flat.max() if self.order == math.inf else flat.pow(self.order).sum()",
+    "+ part = flat.max() if self.order == math.inf else flat.pow(self.order).sum()",
     "+ return part.float()",
     "...",
     "- return parts",
