@@ -31,8 +31,7 @@ docstring is the story:
 
 The first paragraph says what it does, "From:" the real bug or how one comes to write it, "Unseen:"
 why usual tests miss it; further paragraphs are notes. The base's class method `functions` says how
-its subclasses become functions of the contract. `FreeStanding` offers its static methods. Each card
-is added to `CATALOGUE`.
+its subclasses become functions of the contract. Each card is added to `CATALOGUE`.
 """
 
 from __future__ import annotations
@@ -115,16 +114,6 @@ class Impostor:
     def is_benign(self) -> bool:
         """True for correct but unusual code, which nothing may reject."""
         return not self.rejected_by
-
-
-class FreeStanding:
-    """Base of impostors whose static methods are functions of the contract, by their names."""
-
-    @classmethod
-    def functions(cls) -> Functions:
-        """Return the public methods of the class by name."""
-        names = [name for name in dir(cls) if not name.startswith("_") and name != "functions"]
-        return {name: getattr(cls, name) for name in names}
 
 
 CATALOGUE: dict[str, Impostor] = {}

@@ -25,9 +25,10 @@ FROZEN = "ddp.gradients.frozen-stay-none"
 
 
 @pytest.fixture(scope="session")
-def crew() -> Iterator[Crew]:
-    """A process per core, each with worlds that nobody else uses."""
-    with Crew(os.cpu_count() or 1) as members:
+def crew(request: pytest.FixtureRequest) -> Iterator[Crew]:
+    """A process per core, or one in a worker of xdist, each with worlds that nobody else uses."""
+    size = 1 if hasattr(request.config, "workerinput") else os.cpu_count() or 1
+    with Crew(size) as members:
         yield members
 
 
