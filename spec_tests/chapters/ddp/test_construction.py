@@ -60,6 +60,7 @@ def test_parameters_of_any_layout_start_from_the_first_ranks(world, subject, sit
     source="contract: larger-tensor; "
     "ProcessGroupGloo sends as many elements as there are, from where the first one lies",
     worlds=(2,),
+    transports=("gloo", "cuda"),  # simulated ranks send the elements themselves
 )
 def test_parts_of_larger_tensors_start_from_the_first_ranks(world, subject):
     """A parameter that is a part of a larger tensor MUST start as the first rank's.
