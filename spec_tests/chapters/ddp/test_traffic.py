@@ -47,6 +47,7 @@ def test_a_step_reduces_every_trainable_element_once(world, subject, toy):
         numel=_trainable(toy),
         num_bytes=_trainable_bytes(toy),
         bookkeeping=_flags(toy),
+        by_hand=True,
         given=f"toy {toy!r}, third step",
     )
 

@@ -115,6 +115,7 @@ def reduced_once(
     num_bytes: int | None = None,
     times: int = 1,
     bookkeeping: int = 0,
+    by_hand: bool = False,
     likely: str = "",
     given: str = "",
 ) -> None:
@@ -123,11 +124,16 @@ def reduced_once(
     Args:
         num_bytes: bytes of those elements in their own dtypes; not looked at if left out.
         bookkeeping: further elements that may be sent: flags of unused parameters, token counts.
+        by_hand: whether ranks may gather a copy of each rank's, to one or to all, and add up.
     """
     __tracebackhide__ = True
     for rank, log in enumerate(logs):
         sent, padding = log.collectives(*REDUCTIONS), 0
         total = sum(event.numel for event in sent)
+        gathered = sum(event.numel for event in log.collectives(Kind.GATHER))
+        most = len(logs) * (times * numel + bookkeeping)
+        if by_hand and total < times * numel <= gathered <= most:
+            continue
         if total < times * numel and log.collectives(Kind.RECEIVE) and len(logs) > 1:
             sent = log.collectives(*REDUCTIONS, Kind.SEND, Kind.RECEIVE)
             pairwise, padding = _reduced_pairwise(log, len(logs))
