@@ -33,8 +33,6 @@ _NAMES_KINDS = "without it reports name fewer kinds of faults, see `signatures -
 STAYS = {
     "attention.equal-lengths-only": "tests/rig/test_attention.py",
     "attention.whole-tiles-only": "tests/rig/test_attention.py",
-    "checkpoint.first-ranks-moments": "tells all cases of its clause but saved-again",
-    "checkpoint.keeps-every-part": "tells its clause's case saved-again, which no other one does",
     "checkpoint.no-buffers": _NAMES_KINDS,
     "clip.adds-norms": "tests/rig/test_diagnosis.py",
     "data.same-on-all-ranks": _NAMES_KINDS,

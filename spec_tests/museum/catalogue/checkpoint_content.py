@@ -64,16 +64,6 @@ PLAIN.near_miss(
 )
 
 PLAIN.near_miss(
-    "checkpoint.keeps-every-part",
-    "checkpoint.sharded-optimizer.any-world-size",
-    "- if type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict:",
-    "+ if not optimizer.param_groups:",
-    does="Leaves the whole state of a sharded optimizer that it loads on every rank.",
-    seen="State that is written into `optimizer.state`, past `load_state_dict`, which divides it.",
-    unseen="Steps are right: only the next save takes a part that nobody has updated.",
-)
-
-PLAIN.near_miss(
     "checkpoint.state-in-the-weights-dtype",
     "checkpoint.content.optimizer-dtypes",
     '  self.restore_optimizer(model, optimizer, state["optimizer"])',
