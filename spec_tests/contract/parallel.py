@@ -153,12 +153,13 @@ def sharded_optimizer(
 
     Level `course`:
         same-values: After `step` all ranks hold the values that `optimizer_cls` alone would give.
-        state-divided: `.state` holds only the state that this rank owns, by keys of any kind.
+        state-divided: `.state` holds only the state that this rank owns. Its keys are of any kind.
         added-groups: A group that `add_param_group` adds is treated like the others.
 
     Level `correct`:
         any-parameters: Sizes, memory layouts and the number of ranks do not matter.
         absent-gradients: A parameter without a gradient is treated as `optimizer_cls` alone does.
+        frozen: A frozen parameter that still has a gradient is updated as by `optimizer_cls` alone.
         equal-ranks: After `step` all ranks of the group hold the same bits.
         closure: `step` evaluates a closure once, before updating, and returns its loss.
         closure-options: Options that the closure sets count in that step, and stay.
@@ -170,7 +171,7 @@ def sharded_optimizer(
         live-groups: A change of `param_groups` takes effect at the next step.
         zero-grad: `zero_grad` clears all gradients, to None.
         zero-grad-zeros: Where `zero_grad` takes `set_to_none`, False gives zeros.
-        load: `load_state_dict` takes the unsharded optimizer's state dict.
+        load: `load_state_dict` takes the unsharded optimizer's state dict, `step` in its own dtype.
         load-replaces: A load replaces all state that there was.
         state-dict: `state_dict` gives the unsharded optimizer's state dict.
         optimizers-apart: Optimizers of other parameters do not disturb it.

@@ -24,9 +24,9 @@ def fully_shard(
 
     The caller seeds all ranks alike: sharding does not synchronise weights. "Full weights" are
     unsharded parameters. An "update" is `Optimizer.step`, a load function, or an in-place operation
-    under `no_grad` on the Parameter or on its local tensor, between steps. `zero_grad` is that of
-    an optimizer, where a promise does not say "of the model". What `.grad` shows of gradients that
-    are not reduced yet is not judged.
+    under `no_grad` on the Parameter or on its local tensor, between steps. `zero_grad` means
+    `Optimizer.zero_grad`, unless a promise says "of the model". What `.grad` shows of gradients
+    that are not reduced yet is not judged.
 
     Args:
         module: a module; at level `production` also a list of modules, which become one unit.
@@ -258,8 +258,8 @@ def clip_grad_norm_(
 
     Returns:
         The global norm, a plain tensor. Where a power or a sum leaves the range of its dtype,
-        infinity or zero is right as well. What a norm that is not finite makes of gradients is not
-        judged.
+        infinity or zero is right as well. Without `error_if_nonfinite`, gradients are not judged
+        where the norm is not finite.
 
     Level `correct`:
         as-pytorch: Everything else is as in `torch.nn.utils.clip_grad_norm_`.

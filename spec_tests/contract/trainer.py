@@ -106,7 +106,7 @@ class Trainer(Protocol):
     def load(self, directory: str | PathLike[str]) -> None:
         """Replace weights and optimizer state by what `save` wrote, whatever was there before.
 
-        It is open which learning rates it leaves: the caller says them by `set_lr`.
+        Learning rates after a load are not judged: the caller sets them by `set_lr`.
 
         Level `correct`:
             replaces: Training goes on from what was saved.
@@ -184,7 +184,7 @@ def build_zero1_trainer(
     """As `build_trainer`, with the optimizer's state divided over the ranks.
 
     Level `correct`:
-        state-divided: A rank's state is at most its share and that of the largest parameter.
+        state-divided: A rank's state is at most its share plus that of the largest parameter.
     """
 
 

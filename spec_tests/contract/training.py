@@ -31,13 +31,13 @@ def token_loader(
 
     Args:
         paths: the shards.
-        rank, world_size: this rank and the number of ranks, both or neither; None means RANK and
-            WORLD_SIZE.
+        rank, world_size: this rank and the number of ranks, given together or not at all. Then RANK
+            and WORLD_SIZE say them. One of the two alone is not judged.
 
     Returns:
         An iterable of (inputs, targets) with `state_dict()` and `load_state_dict(state)`. These two
-        may be absent: then they are not judged. Nor is a state while two passes are open, or a pass
-        that goes on after a load.
+        may be absent: then they are not judged. Not judged either: the state while two passes are
+        open, and a pass that was open at a load and goes on.
 
     Raises:
         ValueError, OSError: at construction, see `bad-arguments` to `absent-files`.
@@ -108,9 +108,11 @@ def train(
     """Train a plain or wrapped model for some optimizer steps.
 
     The loss is the cross-entropy of `model(ids)` with the targets; targets of -100 do not count. A
-    target that counts is "valid". Not judged are a step without a valid target, the rate after a
-    step that was left out, whether a parameter that the loss does not use has no gradient or zeros,
-    and which gradients `max_norm` concerns where the optimizer has only some of the parameters.
+    target that counts is "valid". Not judged are
+
+    - a step without a valid target, and the rate after a step that was left out,
+    - whether a parameter that the loss does not use has no gradient or zeros,
+    - which gradients `max_norm` concerns where the optimizer has only some of the parameters.
 
     Args:
         batches: micro-batches (ids, targets) of this rank.
@@ -140,7 +142,7 @@ def train(
         loss: `loss` is the mean over the valid tokens of the step on all ranks.
         tokens: `tokens` is the number of valid tokens of the step on all ranks.
         grad-norm: `grad_norm` is the norm of the step's gradient.
-        reported-lr: `lr` of a record is the rate that its update used, in any of the groups.
+        reported-lr: `lr` of a record is the rate that its update used, in one of the groups.
         schedule: The update after k finished ones of this call uses `lr(k)` in every group.
         own-rates: Without `lr` each group of parameters keeps its own rate.
 
@@ -181,8 +183,8 @@ def save_checkpoint(
         loader: anything with `state_dict()` and `load_state_dict(state)`.
 
     Level `correct`:
-        model: What is in the model's `state_dict` is saved, also from inside a wrapper.
-        plain-names: They are saved by the plain model's names.
+        model: Every entry of the model's `state_dict` is saved, also from inside a wrapper.
+        plain-names: Entries are saved by the plain model's names.
         optimizer: The optimizer's state and options are saved.
         sharded-optimizer: The state of a sharded optimizer is saved whole.
         loader: The loader's `state_dict()` is saved.

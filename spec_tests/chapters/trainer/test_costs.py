@@ -97,7 +97,7 @@ PADDING = 64 * 2 * DEPTH  # counters of steps, and what fills flat buffers up
     source="contract: state-divided; Rajbhandari et al. 2020, section 5.1",
 )
 def test_the_optimizers_state_is_divided(world, subject):
-    """A trainer that divides the optimizer's state MUST hold no more than its share on each rank.
+    """A rank's optimizer state MUST be at most its share plus that of the largest parameter.
 
     What AdamW holds beyond SGD without momentum is the state, wherever it is kept.
     """

@@ -411,6 +411,7 @@ def test_gradients_are_reduced_once_per_optimizer_step(world, subject, wrapper, 
         numel=sum(sizes),
         times=job.steps,
         bookkeeping=job.steps * (8 * accumulate + 8 + 2 * len(sizes)),
+        by_hand=True,
         likely="forward outside of no_sync, or no_sync not used: every micro-batch is reduced",
         given=str(job),
     )

@@ -22,7 +22,7 @@ clause = clauses(judges=("sharded_optimizer",), needs=("full_optimizer_state",),
 
 @clause(
     "zero1.programs.any-situation",
-    source="contract: same-values; Cohen et al. 1997, The AETG system",
+    source="contract: same-values, frozen; Cohen et al. 1997, The AETG system",
     worlds=(2, 3),
 )
 @pytest.mark.parametrize("part", range(draw.PARTS))

@@ -98,7 +98,7 @@ def test_unequal_dtypes_are_updated_or_refused(world, subject, situation):
     source="contract: absent-gradients; torch.optim: a parameter without a gradient is skipped",
 )
 def test_frozen_parameters_stay(world, subject):
-    """Frozen parameters MUST keep their values, whatever the weight decay."""
+    """Frozen parameters without a gradient MUST keep their values, whatever the weight decay."""
     same_as_alone(world, subject, f"{TOY} adamw not-the-middle: {FOUR}")
 
 

@@ -124,15 +124,15 @@ def reduced_once(
     Args:
         num_bytes: bytes of those elements in their own dtypes; not looked at if left out.
         bookkeeping: further elements that may be sent: flags of unused parameters, token counts.
-        by_hand: whether ranks may gather a copy of each rank's, to one or to all, and add up.
+        by_hand: whether ranks may gather a copy of each rank's, to one or to all, and add up. What
+            they gather is then judged in place of what they reduce, and not its dtypes.
     """
     __tracebackhide__ = True
     for rank, log in enumerate(logs):
         sent, padding = log.collectives(*REDUCTIONS), 0
         total = sum(event.numel for event in sent)
-        gathered = sum(event.numel for event in log.collectives(Kind.GATHER))
-        most = len(logs) * (times * numel + bookkeeping)
-        if by_hand and total < times * numel <= gathered <= most:
+        by_gathers = 0 <= _gathered(logs, rank) - times * numel <= bookkeeping
+        if by_hand and total <= bookkeeping and by_gathers:
             continue
         if total < times * numel and log.collectives(Kind.RECEIVE) and len(logs) > 1:
             sent = log.collectives(*REDUCTIONS, Kind.SEND, Kind.RECEIVE)
@@ -154,6 +154,16 @@ def reduced_once(
             likely="gradients travel in a wider dtype than their own",
             given=given,
         )
+
+
+def _gathered(logs: Sequence[Log], rank: int) -> float:
+    """Return how many elements of its own a rank gathers: to all ranks, or each part to one."""
+    parts = logs[rank].collectives(Kind.GATHER)
+    if any(not event.label.endswith(".gather_") for event in parts):
+        return sum(event.numel for event in parts) / len(logs)
+    # One rank's event is of all parts, the others' of their own.
+    of_all = sum(event.numel for log in logs for event in log.collectives(Kind.GATHER))
+    return of_all / (2 * len(logs) - 1)
 
 
 def sent_once(

@@ -15,7 +15,8 @@ from multiprocessing import get_context
 from types import ModuleType
 from typing import Any
 
-# No implementation and no clause: it would be stale, and an impostor could no longer be patched in.
+# No implementation and no clause: it would be stale, and could not be patched. `museum.preload`
+# adds them, and near-misses forget what they patch.
 PRELOAD = (
     "torch",
     "torch.distributed",

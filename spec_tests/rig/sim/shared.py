@@ -1,31 +1,30 @@
-"""State in an implementation's modules: each process has its own, and simulated ranks share one."""
+"""State in an implementation's modules: each process has its own, and simulated ranks share one.
+
+Recognised are a `global` statement, and an empty container at the top of a module that a function
+fills: `seen = {}` and `seen[key] = value`, `calls = []` and `calls.append(1)`, `next(numbers)`.
+State in another form (a cache, a class attribute, another file's module) is not seen.
+"""
 
 from __future__ import annotations
 
 import ast
+import contextlib
 import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
 from spec_tests.rig.target import Target
 
-# What holds nothing yet where a module is imported, and so is there to be filled.
 _CONTAINERS = ("dict", "list", "set", "count", "deque", "defaultdict")
+_FILLS = ("append", "add", "update", "setdefault", "extend", "pop", "insert", "clear")
 
 
 def state_of(target: Target) -> str:
-    """Return the first place where a module of the implementation keeps state, or "".
-
-    That is a `global` statement in a function, or an empty container at the top of a module.
-    """
+    """Return the first place where a module of the implementation keeps state, or ""."""
     for file in _files(target):
-        for node in ast.walk(tree := ast.parse(file.read_text())):
-            if isinstance(node, ast.Global):
-                return f"{file.name}:{node.lineno}: `{node.names[0]}`"
-        for statement in tree.body:
-            value = getattr(statement, "value", None)
-            if isinstance(statement, ast.Assign | ast.AnnAssign) and _is_empty(value):
-                return f"{file.name}:{statement.lineno}: `{ast.unparse(statement)}`"
+        with contextlib.suppress(OSError, SyntaxError, ValueError):  # no Python, or not readable
+            if place := _first(ast.parse(file.read_bytes())):
+                return f"{file.name}:{place}"
     return ""
 
 
@@ -34,16 +33,47 @@ def _files(target: Target) -> Iterator[Path]:
         return
     path = target.path
     if path is None:
-        found = importlib.util.find_spec(target.module)
-        path = Path(found.origin) if found is not None and found.origin else None
-        path = path.parent if path is not None and path.name == "__init__.py" else path
+        with contextlib.suppress(ImportError, ValueError):
+            found = importlib.util.find_spec(target.module)
+            path = Path(found.origin) if found and found.has_location and found.origin else None
+            path = path.parent if path and path.name == "__init__.py" else path
     if path is not None:
         yield from sorted(path.rglob("*.py")) if path.is_dir() else [path]
+
+
+def _first(tree: ast.Module) -> str:
+    """Return line and words of the first state in a module, or ""."""
+    filled: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Global):
+            return f"{node.lineno}: `{node.names[0]}`"
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            filled |= {name for inner in ast.walk(node) for name in _filled(inner)}
+    for statement in tree.body:
+        if isinstance(statement, ast.Assign | ast.AnnAssign) and _is_empty(statement.value):
+            targets = getattr(statement, "targets", None) or [getattr(statement, "target", None)]
+            if any(isinstance(name, ast.Name) and name.id in filled for name in targets):
+                return f"{statement.lineno}: `{ast.unparse(statement)}`"
+    return ""
+
+
+def _filled(node: ast.AST) -> Iterator[str]:
+    """Yield the name that an expression writes to, if it writes into a container."""
+    written: ast.AST | None = None
+    if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store | ast.Del):
+        written = node.value
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        written = node.func.value if node.func.attr in _FILLS else None
+    elif isinstance(node, ast.Call) and ast.unparse(node.func) == "next" and node.args:
+        written = node.args[0]
+    if isinstance(written, ast.Name):
+        yield written.id
 
 
 def _is_empty(value: ast.expr | None) -> bool:
     if isinstance(value, ast.Call):
         name = ast.unparse(value.func).rpartition(".")[2]
-        return name in _CONTAINERS or name.startswith("Weak")
+        holds = bool(value.args or value.keywords) and name not in ("count", "defaultdict")
+        return name in _CONTAINERS and not holds
     held = getattr(value, "keys", getattr(value, "elts", None))
     return isinstance(value, ast.Dict | ast.List | ast.Set) and not held

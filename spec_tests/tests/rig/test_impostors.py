@@ -4,6 +4,7 @@ import inspect
 import os
 import shutil
 import sys
+import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -36,21 +37,23 @@ def crew(request: pytest.FixtureRequest) -> Iterator[Crew]:
 def verdict_on(crew: Crew, request: pytest.FixtureRequest) -> Callable[[Impostor], Verdict]:
     """What came of a near-miss; those that this run will ask for are judged side by side.
 
-    Simulated ranks start faster than live ones; these are asked where those do not show the fault.
+    Three of four are tried on simulated ranks, which start faster. Live ranks try the rest, what
+    ends or blocks a rank, and what simulated ranks do not reject.
     """
     asked = [getattr(item, "callspec", None) for item in request.session.items]
     cards = [found.params["impostor"] for found in asked if found and "impostor" in found.params]
     # A worker of xdist knows the whole session and gets a part of it.
     ahead = [] if hasattr(request.config, "workerinput") else cards
 
-    def begun(card: Impostor, transport: str) -> Future[Verdict]:
-        return crew.submit(Job(card.id, repeat=1, transport=transport))
+    def begun(card: Impostor, *, is_live: bool = False) -> Future[Verdict]:
+        is_live = is_live or zlib.crc32(card.id.encode()) % 4 == 0 or card.outcomes != ("failed",)
+        return crew.submit(Job(card.id, repeat=1, transport="gloo" if is_live else "sim"))
 
-    futures = {card.id: begun(card, "sim") for card in ahead}
+    futures = {card.id: begun(card) for card in ahead}
 
     def verdict(card: Impostor) -> Verdict:
-        found = (futures.get(card.id) or begun(card, "sim")).result()
-        return begun(card, "gloo").result() if found.complaints else found
+        found = (futures.get(card.id) or begun(card)).result()
+        return begun(card, is_live=True).result() if found.complaints else found
 
     return verdict
 

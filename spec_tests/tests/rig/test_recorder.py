@@ -1,5 +1,6 @@
 """The recorder: every collective by its meaning and size, whoever issued it; bytes that live."""
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -12,9 +13,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
-from spec_tests.programs.laws import traffic
+from spec_tests.programs.laws import agreement, traffic
 from spec_tests.rig.ranks.rank import Context
-from spec_tests.rig.ranks.recorder import Kind, Log, Recorder
+from spec_tests.rig.ranks.recorder import Event, Kind, Log, Recorder
 from spec_tests.rig.ranks.world import Worlds
 
 N = 6
@@ -157,6 +158,50 @@ def test_marks_stand_among_the_collectives(worlds: Worlds):
         seen = [str(event) for event in log.events]
         assert seen == ["gradient ready", "c10d.allreduce_(3 x float32)", "after"]
         assert log.position("gradient ready") < log.position("c10d.allreduce_")
+
+
+# ------------------------------------------------------------------------- what laws make of logs
+
+
+def log_of(*events: tuple[str, Kind, int]) -> Log:
+    """A log of collectives of float32 as (operator, kind, elements)."""
+    return Log(tuple(Event(f"c10d.{o}", k, n, 4 * n, ("float32",)) for o, k, n in events), 0)
+
+
+def gathers(*sizes: int, to: str = "gather_") -> list[Log]:
+    """A gather on each rank, of so many elements."""
+    return [log_of((to, Kind.GATHER, size)) for size in sizes]
+
+
+REDUCED = ("allreduce_", Kind.REDUCTION, 8)
+
+
+@pytest.mark.parametrize(
+    ("logs", "is_once"),
+    [
+        (gathers(30, 10, 10), True),
+        (gathers(15, 5, 5), False),  # half of it
+        (gathers(60, 20, 20), False),
+        (gathers(30, 30, 30, to="allgather_"), True),
+        (gathers(15, 15, 15, to="allgather_"), False),
+        ([log_of(REDUCED, ("allgather_", Kind.GATHER, 30))] * 3, False),  # a bucket is lost
+    ],
+)
+def test_what_is_gathered_and_added_up_is_reduced_once(logs: list[Log], is_once: bool):
+    with contextlib.nullcontext() if is_once else pytest.raises(AssertionError):
+        traffic.reduced_once(logs, numel=10, bookkeeping=2, by_hand=True)
+    with pytest.raises(AssertionError):
+        traffic.reduced_once(logs, numel=10, bookkeeping=2)
+
+
+def test_ranks_issue_the_same_collectives_whatever_is_theirs_by_role():
+    letters = [log_of(("send", Kind.SEND, 4)), log_of(("recv_", Kind.RECEIVE, 4))]
+    for alike in (gathers(20, 10), gathers(10, 10, to="allgather_"), letters):
+        agreement.same_collectives(alike)
+    shorter = [*gathers(20), *letters]
+    for unlike in (gathers(20, 12), gathers(20, 10, to="allgather_"), shorter):
+        with pytest.raises(AssertionError):
+            agreement.same_collectives(unlike)
 
 
 # ----------------------------------------------------------------------------------------- bytes

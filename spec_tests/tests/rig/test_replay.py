@@ -20,9 +20,10 @@ from spec_tests.rig import plugin
 from spec_tests.rig.clause import Clause
 from spec_tests.rig.judge import repeat, replay, runner
 from spec_tests.rig.outcomes import Outcome
-from spec_tests.rig.ranks.errors import DIFFERS
+from spec_tests.rig.ranks.errors import DIFFERS, RankRaised
 from spec_tests.rig.ranks.world import Worlds
 from spec_tests.rig.report.eventlog import read_log
+from spec_tests.rig.sim import shared
 from spec_tests.tests.rig.helpers import MEAN, clause_named, python
 
 
@@ -75,6 +76,37 @@ def test_what_only_simulated_ranks_show_of_modules_with_state_is_not_judged(
     said = "not here: simulated ranks are of one process, and share mine.py:4: `first = {}`"
     with pytest.raises(unittest.SkipTest, match=said), replay.telling(clause, case, world):
         clause.test(world=world, **case)
+
+
+FORGETS_TO_WAIT = SHARES_STATE.replace("parameter.grad)\n", "parameter.grad, async_op=True)\n", 1)
+
+
+def test_work_that_nobody_waits_for_is_a_finding_whatever_modules_keep(
+    worlds: Worlds, tmp_path: Path
+):
+    (file := tmp_path / "mine.py").write_text(FORGETS_TO_WAIT)
+    clause, case = MEAN, {"subject": "ddp", "situation": "mlp: backward 0"}
+    world = worlds.world(2, impls.parse(str(file)), transport="sim")
+    with pytest.raises(RankRaised, match=r"raised (BufferInFlight|UnwaitedWork)"):
+        with replay.telling(clause, case, world):
+            clause.test(world=world, **case)
+
+
+@pytest.mark.parametrize(
+    ("text", "state"),
+    [
+        ("n = 0\ndef f():\n    global n\n    n += 1\n", "mine.py:3: `n`"),
+        ("seen: dict = {}\ndef f(x):\n    seen[x] = 1\n", "mine.py:1: `seen: dict = {}`"),
+        ("numbers = count(1)\ndef f():\n    return next(numbers)\n", "numbers = count(1)"),
+        ("names = set(('a',))\nempty = []\ndef f(x):\n    return x in names, empty\n", ""),
+        ("def f(:\n", ""),
+        ("# -*- coding: latin-1 -*-\nname = '\xe4'\n", ""),
+    ],
+)
+def test_state_in_a_module_is_what_a_function_changes(tmp_path: Path, text: str, state: str):
+    (file := tmp_path / "mine.py").write_bytes(text.encode("latin-1"))
+    found = shared.state_of(impls.parse(str(file)))
+    assert (state in found) if state else found == ""
 
 
 def test_a_torch_without_a_hook_is_told_and_clauses_of_schedules_are_not_judged(
