@@ -31,8 +31,8 @@ def token_loader(
 
     Args:
         paths: the shards.
-        rank, world_size: this rank and the number of ranks, given together or not at all. Then RANK
-            and WORLD_SIZE say them. One of the two alone is not judged.
+        rank, world_size: this rank and the number of ranks. Where neither is given, RANK and
+            WORLD_SIZE say them. A call that gives one of the two is not judged.
 
     Returns:
         An iterable of (inputs, targets) with `state_dict()` and `load_state_dict(state)`. These two

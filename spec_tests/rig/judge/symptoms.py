@@ -52,10 +52,9 @@ class Cause:
 
 def gap(seen: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
     """Absolute difference, elementwise; 0 where both are the same infinity, infinite at NaN."""
-    if wanted.dtype == torch.int64:  # large ones have no float64 of their own
-        return (seen - wanted).abs().double()
-    seen, wanted = seen.double(), wanted.double()
-    difference = (seen - wanted).abs().nan_to_num(nan=float("inf"))
+    difference = (seen.double() - wanted.double()).abs().nan_to_num(nan=float("inf"))
+    if wanted.dtype == torch.int64:  # two large ones may have one float64
+        difference = torch.where(difference < 2.0**62, (seen - wanted).abs().double(), difference)
     return difference.masked_fill(seen == wanted, 0.0)
 
 

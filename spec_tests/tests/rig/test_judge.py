@@ -260,6 +260,13 @@ def test_tensors_of_any_kind_are_judged(tensor: torch.Tensor):
             judge.tensors([{"a": changed}], {"a": tensor}, quantity="x")
 
 
+@pytest.mark.parametrize(("seen", "wanted"), [(2**53 + 1, 2**53), (-(2**63), 0)])
+def test_integers_are_compared_as_such(seen: int, wanted: int):
+    observed, expected = torch.tensor([seen]), torch.tensor([wanted])
+    with pytest.raises(judge.Violation, match=f"expected {wanted}, got {seen};"):
+        judge.tensors([{"a": observed}], {"a": expected}, quantity="x")
+
+
 # -------------------------------------------------------------------------- bounds and fingerprints
 
 

@@ -78,7 +78,10 @@ def test_what_only_simulated_ranks_show_of_modules_with_state_is_not_judged(
         clause.test(world=world, **case)
 
 
-FORGETS_TO_WAIT = SHARES_STATE.replace("parameter.grad)\n", "parameter.grad, async_op=True)\n", 1)
+FORGETS_TO_WAIT = SHARES_STATE.replace(
+    'parameter.grad += first.setdefault("rank", dist.get_rank()) != dist.get_rank()',
+    "first[id(parameter)] = dist.all_reduce(parameter.grad.clone(), async_op=True)",
+)
 
 
 def test_work_that_nobody_waits_for_is_a_finding_whatever_modules_keep(
@@ -87,7 +90,8 @@ def test_work_that_nobody_waits_for_is_a_finding_whatever_modules_keep(
     (file := tmp_path / "mine.py").write_text(FORGETS_TO_WAIT)
     clause, case = MEAN, {"subject": "ddp", "situation": "mlp: backward 0"}
     world = worlds.world(2, impls.parse(str(file)), transport="sim")
-    with pytest.raises(RankRaised, match=r"raised (BufferInFlight|UnwaitedWork)"):
+    # What is skipped would skip this test.
+    with pytest.raises((RankRaised, unittest.SkipTest), match="raised UnwaitedWork"):
         with replay.telling(clause, case, world):
             clause.test(world=world, **case)
 
@@ -100,7 +104,7 @@ def test_work_that_nobody_waits_for_is_a_finding_whatever_modules_keep(
         ("numbers = count(1)\ndef f():\n    return next(numbers)\n", "numbers = count(1)"),
         ("names = set(('a',))\nempty = []\ndef f(x):\n    return x in names, empty\n", ""),
         ("def f(:\n", ""),
-        ("# -*- coding: latin-1 -*-\nname = '\xe4'\n", ""),
+        ("# coding: latin-1\na = '\xe4'\ns = []\ndef f(x):\n    s.append(x)\n", "mine.py:3: `s"),
     ],
 )
 def test_state_in_a_module_is_what_a_function_changes(tmp_path: Path, text: str, state: str):
