@@ -2,62 +2,11 @@
 
     backward 0, accumulate 1, backward 2, step, evaluate 9
 
-    backward N          forward, reduced backward of micro-batch N, and its finish
-    both N M            two forwards, one backward of the sum of their losses
-    several N M         two backwards before one finish
-    begun N             a reduced backward whose finish is a later call
-    twice N             two backwards of one forward
-    accumulate N        forward and backward whose gradients stay on this rank
-    locally N           the same of a whole model
-    local               nothing: it shows the sums of this rank that wait for their reduction
-    nested N M          the same of two, the first in an inner `no_sync`
-    aside N             an evaluation inside `no_sync`
-    leave               an exception ends a `no_sync`
-    partly N            the same, reduced over the ranks that share one copy of the weights
-    outermost_waits N   the same of the outermost unit alone; the others reduce
-    early N             a reduced backward that is not the last one
-    directly N          forward and backward of the module itself, cleared before and after
-    forward N, pending  a forward, and later its backward
-    resumed             the same where another backward raised between the two
-    finish              the finish once more
-    step                every optimizer turns the sign of its trained weights
-    step_one WHICH      the first optimizer, or the others, do
-    zero_grad HOW       of the optimizers, to None or to zero, or of the model
-    evaluate N, infer N a forward under no_grad, in inference mode
-    evaluate_apart N    the first, in evaluation mode, which is switched on and off for it
-    record N            a forward of training whose loss is dropped
-    fails N LAYER       an exception in the forward of a layer (first, middle, last)
-    fails_backward ...  the same in the backward
-    keep FLAG           weights stay unsharded after a backward
-    unshard HOW         every unit, by hand, at once or in flight; `reshard` again
-    wait                for what the last `unshard in-flight` started
-    write WHERE         an update in place turns the sign of parameters, or of one
-    freeze, thaw N      parameter number N
-    save, load HOW      of weights, in memory; a load copies or assigns, all or one by one
-    another_steps RANK  one rank alone trains a model of its own
-    another_lives       another model is wrapped, trained for a step and dropped
-
-Of a sharded optimizer, whose gradients arrive averaged:
-
-    deal N WHOSE        gradients of step N are given to all, half, one or none of the parameters
-    update              the optimizer's step
-    closure N DOES      a step with a closure that deals, and sets a rate or raises
-    rate FACTOR         the learning rate of the first group is multiplied
-    decay               from now on weights decay by a quarter of the rate
-    add_group           two parameters more, in a group of their own
-
-Of a trainer, which also has `evaluate`, `rate`, `save`, `load`, `fails` and `freeze`:
-
-    train N             a step on the micro-batches of number N
-    train_of N COUNT    a step on so many of them
-    read                its full weights
-    late RANK           this rank comes late to the next call
-    fails_evaluating N  an exception in the forward of an evaluation
-
-`VERBS` is the whole language: which words a call takes, when a right trainer may make it, and
-which state it leaves. `Alone` and `OnRank` have a method for each verb; what a method returns is
-compared. A call whose effect the contract leaves open (a step of gradients that are not reduced) is
-never legal, so nothing is drawn that a right implementation could fail.
+`words.MEANS` says in words what each call does. `VERBS` is the whole language: which words a call
+takes, when a right trainer may make it, and which state it leaves. `Alone` and `OnRank` have a
+method for each verb; what a method returns is compared. A call whose effect the contract leaves
+open (a step of gradients that are not reduced) is never legal, so nothing is drawn that a right
+implementation could fail.
 """
 
 from __future__ import annotations

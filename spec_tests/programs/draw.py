@@ -15,7 +15,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 
-from spec_tests.programs import declared, law, seeds
+from spec_tests.programs import declared, law, seeds, shrink
 from spec_tests.programs.calls import (
     VERBS,
     Call,
@@ -36,8 +36,10 @@ from spec_tests.programs.scene import (
 )
 from spec_tests.programs.state import State
 from spec_tests.programs.words import WORDS
+from spec_tests.rig import judge, strategies
+from spec_tests.rig.judge import Violation
 from spec_tests.rig.outcomes import LEVELS
-from spec_tests.rig.ranks.errors import NotOffered
+from spec_tests.rig.ranks.errors import NotOffered, RankDied, RankHung, RankRaised, RigError
 from spec_tests.rig.ranks.world import World
 
 LONGEST = 24
@@ -238,18 +240,47 @@ def judge_part(world: World, subject: str, level: str, part: int, *, looks: bool
 def _judge(world: World, subject: str, lines: Sequence[str], *, looks: bool = False) -> None:
     """Judge these situations, those left out that need what is not offered, unless all do."""
     __tracebackhide__ = True
-    lacking = []
+    lacking, known = [], {seed.line for seed in seeds.load()}
     if world.transport == "sim":  # a compiler does not trace what simulates ranks
         lines = [line for line in lines if not law.read(line)[0].is_compiled]
     for line in lines:
+        judge.SITUATION.get().in_words = law.in_words(line)
         try:
             law.same_as_alone(world, subject, line, looks=looks)
         except NotOffered as absent:
             lacking.append(absent)
+        except (Violation, RankRaised) as failure:
+            if line in known or not strategies.shrinks():
+                raise
+            raise _smallest(world, subject, line, failure, looks=looks) from None
     if lacking and len(lacking) == len(lines):
         raise lacking[0]
     for reason in sorted({str(absent) for absent in lacking}):
         world.notice(f"situations that need it were left out: {reason}")
+
+
+def _smallest(
+    world: World, subject: str, line: str, failure: Exception, *, looks: bool
+) -> Exception:
+    """Return how the smallest situation that was found fails, for a reader of what was drawn."""
+
+    def judged(shorter: str) -> Exception | None:
+        judge.SITUATION.get().in_words = law.in_words(shorter)
+        try:
+            law.same_as_alone(world, subject, shorter, looks=looks)
+        except (Violation, RankRaised) as found:
+            return found
+        except (NotOffered, RigError, RankDied, RankHung):
+            pass
+        return None
+
+    is_avoided = declared.avoided(declared.of(world.target), subject)
+    smallest, failure = shrink.smallest(
+        line, failure, judged, subject=subject, size=world.size, is_avoided=is_avoided, tries=60
+    )
+    now = judge.SITUATION.get()
+    now.given, now.in_words = smallest, law.in_words(smallest)
+    return failure
 
 
 def judge_rows(world: World, subject: str, level: str, part: int, texts: Sequence[str]) -> None:
@@ -269,41 +300,3 @@ def judge_rows(world: World, subject: str, level: str, part: int, texts: Sequenc
         if after(program, rows[number], subject, world.size):
             lines.append(law.written(rows[number], program))
     _judge(world, subject, [line for line in lines if not is_avoided(line)])
-
-
-def smaller(scene: Scene, program: Program) -> Iterator[tuple[Scene, Program]]:
-    """Yield what is left without half of the calls, a quarter, one; without a word of the scene."""
-    for length in dict.fromkeys((len(program) // 2, len(program) // 4, 2, 1)):
-        for begin in range(0, len(program), max(1, length)) if length else ():
-            shorter = program[:begin] + program[begin + length :]
-            if shorter:
-                yield scene, shorter
-    for word in str(scene).split():
-        yield scene.without(word), program
-
-
-def shrunk(
-    scene: Scene,
-    program: Program,
-    fails: Callable[[Scene, Program], bool],
-    *,
-    is_legal: Callable[[Scene, Program], bool],
-    tries: int = 120,
-) -> tuple[Scene, Program]:
-    """Return the smallest situation found that still fails.
-
-    Args:
-        tries: situations that are run at most.
-    """
-    while True:
-        for one in smaller(scene, program):
-            if not is_legal(*one):
-                continue
-            tries -= 1
-            if tries < 0:
-                return scene, program
-            if fails(*one):
-                scene, program = one
-                break
-        else:
-            return scene, program

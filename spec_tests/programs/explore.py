@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import random
-import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -22,9 +21,9 @@ from typing import Any
 
 from spec_tests import impls
 from spec_tests.programs import declared, law, seeds
-from spec_tests.programs.calls import Program, after
-from spec_tests.programs.draw import covering, programs, shrunk
+from spec_tests.programs.draw import covering, programs
 from spec_tests.programs.scene import AXES_OF, Scene
+from spec_tests.programs.shrink import cause_of, smallest
 from spec_tests.rig import judge, target
 from spec_tests.rig.judge import Situation, Violation
 from spec_tests.rig.outcomes import LEVELS
@@ -32,7 +31,6 @@ from spec_tests.rig.ranks.errors import NotOffered, RankDied, RankHung, RankRais
 from spec_tests.rig.ranks.world import Worlds
 from spec_tests.rig.ranks.zygote import start_zygote
 
-_NUMBER = re.compile(r"\d+")
 _HANGING_TRIES = 4
 """Shrinking a hang costs some seconds for each try that hangs."""
 
@@ -82,27 +80,22 @@ class Exploration:
 
     def shrink(self, drawn: Drawn, failure: Exception) -> tuple[Drawn, Exception]:
         """Return the smallest situation found that fails as this one does, and how it fails."""
-        cause, last = cause_of(failure), [failure]
         hangs = itertools.count()
-        is_avoided = declared.avoided(self.entries, drawn.subject)
 
-        def fails(scene: Scene, program: Program) -> bool:
+        def judged(line: str) -> Exception | None:
             if isinstance(failure, RankHung) and next(hangs) > _HANGING_TRIES * 4:
-                return False
-            now = self.failure(Drawn(drawn.subject, drawn.size, law.written(scene, program)))
-            if now is None or cause_of(now) != cause:
-                return False
-            last[0] = now
-            return True
+                return None
+            return self.failure(Drawn(drawn.subject, drawn.size, line))
 
-        def is_legal(scene: Scene, program: Program) -> bool:
-            is_known = is_avoided(law.written(scene, program))
-            return scene.exists(drawn.subject, drawn.size) and bool(
-                not is_known and after(program, scene, drawn.subject, drawn.size)
-            )
-
-        scene, program = shrunk(*law.read(drawn.line), fails, is_legal=is_legal)
-        return Drawn(drawn.subject, drawn.size, law.written(scene, program)), last[0]
+        line, failure = smallest(
+            drawn.line,
+            failure,
+            judged,
+            subject=drawn.subject,
+            size=drawn.size,
+            is_avoided=declared.avoided(self.entries, drawn.subject),
+        )
+        return Drawn(drawn.subject, drawn.size, line), failure
 
     def judge(self, drawn: Drawn) -> str:
         """Judge a situation; return the report of a new finding, or nothing."""
@@ -114,25 +107,13 @@ class Exploration:
         return "\n".join(
             (
                 f"{smaller.subject} on {smaller.size} ranks: {smaller.line}",
+                f"  in words: {law.in_words(smaller.line)}",
                 _indented(str(failure)),
                 f"  again: python -m spec_tests explore --impl {self.impl.name} --functions "
                 f"{smaller.subject} --worlds {smaller.size} --line '{smaller.line}'",
                 "",
             )
         )
-
-
-def cause_of(failure: Exception) -> str:
-    """Return what makes two findings one: the kind of failure, and its diagnosis or error."""
-    text = str(failure)
-    likely = re.search(r"^likely: (.*)$", text, re.MULTILINE)
-    if isinstance(failure, Violation):
-        quantity = re.search(r"at call \d+, (\w+)", text)
-        where = quantity[1] if quantity else _NUMBER.sub("#", text)[:60]
-        return f"{likely[1] if likely else 'wrong'}, {where}"
-    if isinstance(failure, RankRaised):
-        return failure.error.headline
-    return type(failure).__name__
 
 
 def _indented(text: str, lines: int = 12) -> str:

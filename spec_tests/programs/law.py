@@ -23,10 +23,11 @@ from spec_tests.programs.calls import VERBS, Program, after, parsed, spelled
 from spec_tests.programs.faults import FAULTS, RIGHT
 from spec_tests.programs.laws import refusal
 from spec_tests.programs.pieces import put_together
-from spec_tests.programs.scene import OPTIMIZER, REPLICAS, SHARDS, TRAINERS, Scene
+from spec_tests.programs.scene import AXIS_OF, OPTIMIZER, REPLICAS, SHARDS, TRAINERS, Scene
 from spec_tests.programs.state import State
 from spec_tests.programs.stepped import Divided, Stepped
 from spec_tests.programs.ways import WAYS
+from spec_tests.programs.words import MEANS
 from spec_tests.rig import judge
 from spec_tests.rig.judge.oracle import Gradients, once, parameters, zeros_for_none
 from spec_tests.rig.judge.symptoms import Hint
@@ -67,6 +68,15 @@ def read(situation: str) -> tuple[Scene, Program]:
 def written(scene: Scene, program: Program) -> str:
     """Return the line that `read` reads."""
     return f"{scene}: {spelled(program)}".removeprefix(": ")
+
+
+def in_words(situation: str) -> str:
+    """Return a situation for a reader who does not know the language of situations."""
+    scene, program = read(situation)
+    called = dict.fromkeys(name for name, *_ in program)
+    means = {key.split()[0]: f"{key}: {words}" for key, words in MEANS.items()}
+    said = [f"{AXIS_OF[word]} {word}" for word in str(scene).split()]
+    return "; ".join([*said, *(means[name] for name in called)])
 
 
 def follow(

@@ -1,4 +1,4 @@
-"""The words that calls take, by kind."""
+"""What calls are, and the words that they take, by kind."""
 
 from __future__ import annotations
 
@@ -41,3 +41,58 @@ WORDS: dict[str, dict[str, tuple[tuple[str, ...], str]]] = {
     "rank": dict.fromkeys(("0", "1"), (EVERY + TRAINERS, "correct")),
 }
 """The words that a call may take, by kind."""
+
+MEANS = {
+    "accumulate N": "forward and backward in `no_sync`: the gradients stay on this rank",
+    "add_group": "the optimizer gets two parameters more, in a group of their own",
+    "another_lives": "another model is wrapped, trained for a step and dropped",
+    "another_steps RANK": "this rank alone trains a model of its own",
+    "aside N": "an evaluation inside `no_sync`",
+    "backward N": "forward and reduced backward of micro-batch N, and its finish",
+    "begun N": "forward and reduced backward of micro-batch N, whose finish is a later call",
+    "both N M": "two forwards, one backward of the sum of their losses, and its finish",
+    "clip ORDER": "gradients are clipped, by the norm of order two or by the largest, then cleared",
+    "closure N DOES": "a step with a closure that gives gradients, and sets a rate or raises",
+    "deal N WHOSE": "gradients of step N are given to all, half, one or none of the parameters",
+    "decay": "from now on weights decay by a quarter of the rate",
+    "directly N": "forward and backward of the module itself, cleared before and after",
+    "early N": "forward and reduced backward that is said not to be the last one",
+    "evaluate N": "a forward under `no_grad`",
+    "evaluate_apart N": "a forward under `no_grad`, in evaluation mode for that time",
+    "fails N LAYER": "an exception in the forward of the first, middle or last layer, caught",
+    "fails_backward N LAYER": "an exception in the backward of that layer, caught",
+    "fails_evaluating N": "an exception in the forward of an evaluation, caught",
+    "finish": "the finish of a backward, once more if there was one",
+    "forward N": "a forward whose backward is a later call, `pending`",
+    "freeze N": "parameter number N requires no gradient from now on",
+    "infer N": "a forward in inference mode",
+    "keep FLAG": "whether full weights stay after a backward",
+    "late RANK": "this rank comes late to the next call",
+    "leave": "an exception ends a `no_sync`",
+    "load HOW": "the saved weights are loaded: copied, assigned, or one by one",
+    "local": "the sums of this rank that wait for their reduction are looked at",
+    "locally N": "forward and backward of a whole model, without a reduction",
+    "nested N M": "two backwards in `no_sync`, the first in an inner one",
+    "outermost_waits N": "a backward that reduces all units but the outermost one",
+    "partly N": "a backward that reduces over the ranks that share one copy of the weights, alone",
+    "pending": "the backward of the last `forward`",
+    "rate FACTOR": "the learning rate is multiplied by this",
+    "read": "the trainer's full weights are looked at",
+    "record N": "a forward of training whose loss is dropped",
+    "reshard": "every unit is resharded by hand",
+    "resumed": "the backward of the last `forward`, where another backward raised between the two",
+    "save": "the weights are saved in memory",
+    "several N M": "two backwards before one finish",
+    "step": "every optimizer steps: it turns the sign of its trained weights",
+    "step_one WHICH": "the first optimizer steps, or the others do",
+    "thaw N": "parameter number N requires a gradient again",
+    "train N": "a step of the trainer on the micro-batches of number N",
+    "train_of N COUNT": "a step of the trainer on so many micro-batches",
+    "twice N": "two backwards of one forward",
+    "unshard HOW": "every unit is unsharded by hand, at once or in flight",
+    "update": "the optimizer steps",
+    "wait": "the wait for what `unshard in-flight` started",
+    "write WHERE": "an update in place turns the sign of the parameters, or of one",
+    "zero_grad HOW": "gradients are cleared to None or to zero, or by the model",
+}
+"""Each call in words. Trainers and optimizers have some of them, see `calls.VERBS`."""

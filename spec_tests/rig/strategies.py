@@ -43,6 +43,11 @@ def nothing_shrunk() -> AbstractContextManager[None]:
     return profile("impostors")
 
 
+def shrinks() -> bool:
+    """Whether somebody reads what fails, so that it is worth a shorter example."""
+    return settings.get_current_profile_name() != "impostors"
+
+
 @contextlib.contextmanager
 def profile(name: str) -> Iterator[None]:
     """Run properties under another profile."""

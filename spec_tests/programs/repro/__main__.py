@@ -18,6 +18,7 @@ import argparse
 import difflib
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -38,7 +39,6 @@ SECONDS = 90
 FAULTS = ("failed", "hang", "died", "expected_failure")
 REASONS = {
     ".schedule.": "it takes simulated ranks, whose order of events is chosen",
-    ".programs.": "it takes a sequence of calls that hypothesis draws",
     ".footprint.": "it takes the suite's recorder of memory",
     ".memory.": "it takes the suite's recorder of memory",
     ".traffic.": "it takes the suite's recorder of messages",
@@ -87,7 +87,8 @@ def _write(impl: str, id: str, directory: Path) -> Path:
         )
     clause, (name, file) = clauses[id], _file_of(parse(impl))
     subject = next(iter((*clause.judges, *clause.needs)), "")
-    if next(recipes_of(id, subject, 2, _situation_of(clause)), None) is None:
+    is_program = ".programs." in id
+    if not is_program and next(recipes_of(id, subject, 2, _situation_of(clause)), None) is None:
         raise NothingToWriteError(f"no script for {id}: {_reason(clause)}")
     place = directory / f"{re_named(id)}.py"
     if place.exists():
@@ -100,6 +101,9 @@ def _write(impl: str, id: str, directory: Path) -> Path:
     subject = next((s for s in named if found["case"].startswith(s)), subject)
     tried = 0
     situation = _situation_of(clause, found["case"])
+    if is_program:
+        given = re.search(r"^given: (.*)", found["message"], re.MULTILINE)
+        situation = given[1].partition(f", {found['case']}, ")[0] if given else ""
     for recipe in recipes_of(id, subject, found["world_size"] or 1, situation):
         text = written(recipe, head_of(clause.sentence, id, found["message"]), name, file)
         status, said = _run(text)

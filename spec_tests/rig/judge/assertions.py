@@ -50,6 +50,7 @@ class Situation:
     subject: str = ""  # the functions that are judged
     is_learning: bool = False  # the implementation is a skeleton of `new`, as far as it is filled
     given: str = ""  # in words, where a finding brings none of its own: what was raised
+    in_words: str = ""  # what `given` says, for a reader who does not know its language
     margins: list[dict[str, float]] = field(default_factory=list)
     observed: Sequence[Any] | None = None  # what the ranks returned last, one entry per rank
 
@@ -96,6 +97,7 @@ def violated(
         f"likely: {likely}" if likely else "",
         detail,
         f"given: {situation}, {now.implementation}" if situation else "",
+        f"in words: {now.in_words}" if now.in_words else "",
         f"again: {now.rerun}" if now.rerun else "",
         f"why: {now.source} · {now.where}" if now.source else "",
     ]
@@ -267,7 +269,7 @@ _WORLD = str(Path(__file__).parents[1] / "ranks/world.py")
 # Findings and outcomes of their own, and what the machine or the run itself is at fault for.
 _OTHERS = (
     *(AssertionError, RankRaised, RigError, Blocked, unittest.SkipTest, HypothesisException),
-    *(OSError, MemoryError, ImportError),
+    *(OSError, MemoryError, ImportError, NameError),
 )
 
 

@@ -85,6 +85,7 @@ class token_loader:
 """
 FAULTS = {
     "ddp.gradients.mean": DDP,
+    "ddp.programs.any-situation": DDP,
     "attention.forward.values": ATTENTION,
     "zero1.step.equals-unsharded": ZERO1,
     "clip.norm.global": CLIP,
@@ -93,9 +94,11 @@ FAULTS = {
 """By clause: right code, with the one line marked that makes it so."""
 SHOWN = (
     "ddp: mlp not-the-ends: backward 0, zero_grad zero, accumulate 1, both 2 3, finish, step",
-    "ddp_bucketed: tied one: nested 2 3, leave, backward 4, zero_grad none, aside 5, backward 6",
+    "ddp_bucketed: tied one: nested 2 3, leave, backward 4, zero_grad none, aside 5, backward 6, "
+    "zero_grad none, begun 7, evaluate_apart 8, finish",
     "fully_shard: mlp nested freed: accumulate 0, backward 1, step, record 2, save, reshard, write "
-    "local-tensors, evaluate 2, reshard, load copied, forward 3, pending, keep True, keep False",
+    "local-tensors, evaluate 2, reshard, load copied, forward 3, pending, keep True, keep False, "
+    "zero_grad none, early 4, backward 5",
     "sharded_optimizer: mlp adamw own-options: deal 0 all, update, rate 0.5, decay, add_group, "
     "freeze 1, thaw 1, zero_grad zero, deal 1 half, closure 2 deals, write one-parameter, state",
 )
@@ -122,8 +125,9 @@ def made_up(id: str) -> dict[str, object]:
     """The first case of a clause, as if it had failed."""
     clause = next(each for each in ledger.load_all() if each.id == id)
     case = next(clause.cases())
-    message = "[id]  S\nfound\nso"
-    return {"case": clause.label(case), "world_size": case["world"], "message": message}
+    label = clause.label(case)
+    message = f"[id]  S\nfound\nso\ngiven: mlp: backward 0, {label}, mine.py"
+    return {"case": label, "world_size": case["world"], "message": message}
 
 
 @pytest.mark.parametrize("clause", FAULTS)

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import itertools
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from spec_tests.impls import parse
-from spec_tests.programs import declared, draw, explore, law, seeds
+from spec_tests.programs import declared, draw, explore, law, seeds, shrink
 from spec_tests.programs.alone import SEED, Alone, exposed
 from spec_tests.programs.calls import VERBS, after, parsed, spelled
 from spec_tests.programs.faults import FAULTS
 from spec_tests.programs.pieces import Piece, put_together
 from spec_tests.programs.scene import AXES_OF, Scene
-from spec_tests.rig.judge import Situation, Violation, judging
+from spec_tests.rig import strategies
+from spec_tests.rig.judge import Situation, Violation, judging, violated
 from spec_tests.rig.toys import TOYS, sum_of_squares
 
 LINE = "stack nested held two: backward 0, accumulate 1, backward 2, step, evaluate 9"
@@ -154,18 +156,43 @@ def test_the_narrow_toy_is_exact_in_few_bits(precision, size):
 
 
 def test_what_fails_is_shrunk_to_what_is_needed():
-    scene, program = law.read(LINE)
+    failure = Violation("wrong")
 
-    def fails(scene, program):
+    def judged(line):
+        scene, program = law.read(line)
         names = [call[0] for call in program]
-        return scene.word("reshard") == "held" and names[:1] == ["backward"] and "step" in names
+        is_wrong = scene.word("reshard") == "held" and names[:1] == ["backward"] and "step" in names
+        return failure if is_wrong else None
 
-    def is_legal(scene, program):
-        return after(program, scene, "fully_shard", 2) is not None
-
-    assert law.written(*draw.shrunk(scene, program, fails, is_legal=is_legal)) == (
-        "held: backward 2, step"
+    found, _ = shrink.smallest(
+        LINE,
+        failure,
+        judged,
+        subject="fully_shard",
+        size=2,
+        is_avoided=lambda line: "backward 0" in line,
     )
+    assert found == "held: backward 2, step"
+
+
+@pytest.mark.parametrize("is_read", [True, False])
+def test_what_was_drawn_is_told_as_its_smallest_situation_and_in_words(is_read, monkeypatch):
+    def judged(world, subject, line, *, looks):
+        if "step" in line:
+            raise violated("expected another weight at call 4, step")
+
+    monkeypatch.setattr(law, "same_as_alone", judged)
+    world: Any = SimpleNamespace(size=2, transport="gloo", target=parse("plain"))
+    line = "mlp two: backward 0, accumulate 1, backward 2, step, evaluate 9"
+    words = (
+        "in words: step: every optimizer steps" if is_read else "in words: toy mlp; optimizer two"
+    )
+    with (
+        strategies.profile("quick" if is_read else "impostors"),
+        judging(Situation()),
+        pytest.raises(Violation, match=words),
+    ):
+        draw._judge(world, "ddp", [line])
 
 
 def test_a_seed_that_is_appended_is_read_again_if_it_is_legal(tmp_path):

@@ -1,0 +1,75 @@
+"""Shrinking: from a situation that fails to the smallest one that is found to fail alike."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+
+from spec_tests.programs import law
+from spec_tests.programs.calls import Program, after
+from spec_tests.programs.scene import Scene
+from spec_tests.rig.judge import Violation
+from spec_tests.rig.ranks.errors import RankRaised
+
+_NUMBER = re.compile(r"\d+")
+
+
+def cause_of(failure: BaseException) -> str:
+    """Return what makes two findings one: the kind of failure, and its diagnosis or error."""
+    text = str(failure)
+    likely = re.search(r"^likely: (.*)$", text, re.MULTILINE)
+    if isinstance(failure, Violation):
+        quantity = re.search(r"at call \d+, (\w+)", text)
+        where = quantity[1] if quantity else _NUMBER.sub("#", text)[:60]
+        return f"{likely[1] if likely else 'wrong'}, {where}"
+    if isinstance(failure, RankRaised):
+        return failure.error.headline
+    return type(failure).__name__
+
+
+def smallest(
+    line: str,
+    failure: Exception,
+    judged: Callable[[str], Exception | None],
+    *,
+    subject: str,
+    size: int,
+    is_avoided: Callable[[str], bool],
+    tries: int = 120,
+) -> tuple[str, Exception]:
+    """Return the smallest situation found that fails as this one does, and how it fails.
+
+    Args:
+        judged: what a situation comes to; None if it holds.
+        is_avoided: whether a declared deviation speaks of a situation.
+        tries: situations that are judged at most.
+    """
+    cause, scene_and_program = cause_of(failure), law.read(line)
+    while True:
+        for scene, program in _smaller(*scene_and_program):
+            shorter = law.written(scene, program)
+            is_legal = scene.exists(subject, size) and after(program, scene, subject, size)
+            if not is_legal or is_avoided(shorter):
+                continue
+            tries -= 1
+            if tries < 0:
+                return law.written(*scene_and_program), failure
+            found = judged(shorter)
+            if found is not None and cause_of(found) == cause:
+                scene_and_program, failure = (scene, program), found
+                break
+        else:
+            return law.written(*scene_and_program), failure
+
+
+def _smaller(scene: Scene, program: Program) -> Iterator[tuple[Scene, Program]]:
+    """Yield what is left without the scene; half of the calls, a quarter, one; a word of it."""
+    if scene != Scene():
+        yield Scene(), program
+    for length in dict.fromkeys((len(program) // 2, len(program) // 4, 2, 1)):
+        for begin in range(0, len(program), max(1, length)) if length else ():
+            shorter = program[:begin] + program[begin + length :]
+            if shorter:
+                yield scene, shorter
+    for word in str(scene).split():
+        yield scene.without(word), program
