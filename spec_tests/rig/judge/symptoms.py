@@ -253,7 +253,6 @@ def _rounded(finding: Finding, all_of: Sequence[Finding]) -> Cause | None:
     own = finding.wanted.dtype
     if not own.is_floating_point:
         return None
-    largest = float(finding.wanted.double().abs().max())
     narrow = {
         str(dtype).removeprefix("torch."): dtype
         for dtype in (torch.float32, torch.float16, torch.bfloat16)
@@ -263,14 +262,20 @@ def _rounded(finding: Finding, all_of: Sequence[Finding]) -> Cause | None:
     if equal := " or ".join(n for n, each in rounded if torch.equal(finding.seen, each)):
         return Cause(f"it rounded to {equal}", f"it went through {equal} on the way")
     for name, dtype in narrow.items():
-        eps = torch.finfo(dtype).eps
         # Of many roundings to nearest the largest is seldom below a quarter of the last bit. A few
         # elements show nothing: an error of any cause has some dtype's size.
-        is_of_its_size = largest * eps / 8 < finding.error <= largest * eps
-        are_no_larger = all(each.error <= eps * each.largest() for each in all_of)
-        if finding.seen.numel() >= MANY and is_of_its_size and are_no_larger:
+        if finding.seen.numel() >= MANY and all(
+            _is_rounding(each, dtype) for each in all_of or [finding]
+        ):
             return Cause(f"it with an error of the size of {name}'s rounding", "")
     return None
+
+
+def _is_rounding(finding: Finding, dtype: torch.dtype) -> bool:
+    """Whether a tensor's largest error is as large as rounding each number once makes it."""
+    last_bit = finding.largest() * torch.finfo(dtype).eps
+    has_many = finding.seen is not None and finding.seen.numel() >= MANY
+    return last_bit / 8 * has_many < finding.error <= last_bit
 
 
 def _partly_right(seen: torch.Tensor, wanted: torch.Tensor, close: float) -> Cause | None:
