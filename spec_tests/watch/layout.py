@@ -17,6 +17,8 @@ VIEWS = ((torch.int64, 8), (torch.int32, 4), (torch.int16, 2), (torch.uint8, 1))
 _WIDE = (torch.float64, torch.float32)
 _FLOATS = (*_WIDE, torch.bfloat16, torch.float16)
 _MIX = -7046029254386353131  # an odd number with well-spread bits: neighbours get unlike weights
+_LEAVES_ALONE = {"post_localSGD_hook", "noop_hook"}
+"""Communication hooks of PyTorch's that leave gradients unreduced: ranks are meant to differ."""
 
 
 @dataclass(frozen=True)
@@ -162,11 +164,13 @@ class Names:
         ranks = tuple(dist.get_process_group_ranks(module.process_group))
         ignored = getattr(module, "parameters_to_ignore", ())
         own = getattr(module, "_module_parameters", None)
+        hooks = (getattr(hook, "__name__", "") for hook, _ in getattr(module, "_comm_hooks", ()))
+        is_local = not _LEAVES_ALONE.isdisjoint(hooks)
         for name, parameter in module.module.named_parameters():
             known = self.of(parameter)
             known.is_added |= own is not None and not any(parameter is each for each in own)
             known.wrapper = weakref.ref(module)
-            if name in ignored or known.kind == "local":
+            if name in ignored or known.kind == "local" or is_local:
                 known.kind = "local"
             else:
                 known.kind, known.ranks = "ddp", ranks

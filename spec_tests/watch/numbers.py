@@ -77,6 +77,7 @@ def optimizer_moves(step: Step, rank: int, event: Event) -> Finding | None:
     if event["computed"] and (none or (event["cleared"] and not any(event["grads"]))):
         words = "expected gradients in the step, got none, though a backward computed them"
         likely = "they are cleared between backward and step"
+        likely += ", or the optimizer holds other tensors" * (not event["cleared"])
     elif any(event["grads"]) and step.number > 1:
         words = "expected the step to change the parameters, got the same bits in all of them"
         likely = "the optimizer steps copies, or undoes its update"

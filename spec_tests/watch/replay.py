@@ -135,7 +135,11 @@ def finish(recordings: dict[nn.Module, Recording], watched: Any, path: Path) -> 
     is_exact = not any(recording.draws_its_own(model) for model, recording in recordings.items())
     actual, parts, earlier = {}, {}, {}
     for entry, parameter in zip(watched.entries, watched.parameters, strict=True):
-        if parameter.grad is not None and entry.name in expected and entry.kind != "flat":
+        if (
+            parameter.grad is not None
+            and entry.name in expected
+            and entry.kind not in ("flat", "local")
+        ):
             dense = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
             actual[entry.name] = local_of(dense).detach().to("cpu", copy=True)
             parts[entry.name] = (entry.kind, part_of(parameter))

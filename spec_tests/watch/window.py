@@ -276,7 +276,8 @@ def numbers(tensors: list[Tensor]) -> list[Any]:
     """Return the values of 0-d tensors, waiting for the device once."""
     if not tensors:
         return []
-    return torch.stack([t.reshape(()).to(tensors[0].device) for t in tensors]).tolist()
+    parts = [local_of(tensor).reshape(()) for tensor in tensors]  # a loss may be a DTensor
+    return torch.stack([part.to(parts[0].device) for part in parts]).tolist()
 
 
 def plain(tree: Any) -> Any:
