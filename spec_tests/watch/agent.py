@@ -25,7 +25,7 @@ from spec_tests.rig.report.text import several
 from spec_tests.watch import compare, data, numbers, reduction, replayed, traffic  # noqa: F401
 from spec_tests.watch.norm import STEP_CHECKS, Finding, is_must
 from spec_tests.watch.run import Rank, Run, Step
-from spec_tests.watch.verdict import ORDER, Verdict, causes_of, not_seen, seen_in
+from spec_tests.watch.verdict import ORDER, Verdict, causes_of, not_seen, seen_in, softened
 
 BOOT = Path(__file__).parent / "boot"
 _GRACE_SECONDS = 3.0
@@ -302,6 +302,9 @@ class Agent:
             self.findings = [*map(_recovered, earlier), *last]
         if not self._was_stopped:
             self._report_end(run)
+        if run.averaged:
+            before = min(run.averaged.values())
+            self.findings = [softened(each, before) for each in self.findings]
         steps = self._steps + max(run.steps_taken().values(), default=0)
         unseen = list(dict.fromkeys(run.notes))
         status = int(any(self._options.strict or is_must(each) for each in self.findings))

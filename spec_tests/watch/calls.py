@@ -43,6 +43,7 @@ def start() -> None:
     observe("unscale_", scaler, before=_unscaled)
     observe("backward", torch.autograd, before=_begun)
     observe("cross_entropy", nn.functional, after=_weighed)
+    observe("dropout", nn.functional, before=_dropped)
     observe("checkpoint", torch.utils.checkpoint, around=checkpoint, is_watched=watching)
     if dist.is_available():
         both = (dist, dist.distributed_c10d)  # where `P2POp` compares with what it is given
@@ -51,6 +52,13 @@ def start() -> None:
         observe("all_reduce", *both, around=all_reduce)
         join = torch.distributed.algorithms.join.Join  # uneven inputs are meant
         observe("__enter__", join, before=lambda probe, _: probe.connect().send("join"))
+
+
+def _dropped(
+    probe: Any, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> None:
+    if probe.window.forwards and training and p > 0:
+        probe.window.forwards[-1]["drops"] = True
 
 
 def _exchanged(probe: Any, *arguments: Any, **keywords: Any) -> None:
@@ -289,6 +297,8 @@ def all_reduce(original: Any, *arguments: Any, **keywords: Any) -> Any:
 
     def before(probe: Any) -> None:
         tensor = given.get("tensor")
+        if isinstance(tensor, Tensor) and tensor.is_floating_point():
+            _note_other(probe, tensor)
         if not _is_due(probe) or not isinstance(tensor, Tensor) or is_dtensor(tensor):
             return
         is_sum = given.get("op", dist.ReduceOp.SUM) == dist.ReduceOp.SUM
@@ -305,6 +315,14 @@ def all_reduce(original: Any, *arguments: Any, **keywords: Any) -> Any:
     if norms:
         quiet(after)()
     return result
+
+
+def _note_other(probe: Any, tensor: Tensor) -> None:
+    """Keep the size of what the script sums beside the gradients, such as a codebook's counts."""
+    held = (known.parameter() for known in probe.names.known.values())
+    is_few = len(probe.window.others) < KEPT // 64
+    if is_few and not any(p is not None and p.grad is tensor for p in held):
+        probe.window.others.append(tensor.numel())
 
 
 def norm_of_sums(window: Window, parameters: list[Tensor]) -> float | None:

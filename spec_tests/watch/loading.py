@@ -77,6 +77,7 @@ class Feed:
             "by_epoch": self.sampler is not None,
             "again": False,
             "doubled": 0,
+            "is_last": False,
             "rows": [],
             "draws": [],
         }
@@ -88,7 +89,7 @@ class Feed:
         self.first += indices[: _ORDERED - len(self.first)]
         self.fields["size"] = len(indices)
         # The last one may be filled up with samples of the first.
-        is_last = self.given == self.fields["batches"]
+        self.fields["is_last"] = is_last = self.given == self.fields["batches"]
         is_kept = self.fields["data"] is not None and self.given * len(indices) < _KEPT_ROWS
         self.fields["indices"] += indices if is_kept and not is_last else []
 

@@ -44,6 +44,7 @@ from .link import Link, collectives_so_far, ended, forget, raised, script_line, 
 from .replay import Recording, finish
 from .window import Sample, Watched, Window, numbers, options_of, plain, tensors_of
 
+_EARLY = 32  # steps before which weights are looked at again
 _WATCHED = "TRAINSPEC_WATCHED"  # the process of this rank: what it starts is not watched
 
 
@@ -250,12 +251,21 @@ class Probe:
         """Compute the gradients of a step again, if it is the one that was asked for."""
         if watched.steps + 1 != self.options["replay"]:
             return None
-        recordings = {model: self.recordings.pop(model) for model in self.models_of(watched)}
+        recordings = {model: self.recordings[model] for model in self.models_of(watched)}
+        self._forget(watched)
         rank = dist.get_rank() if dist.is_initialized() else 0
         path = Path(self.options["scratch"]) / f"optimizer{watched.number}-rank{rank}.pt"
         if not recordings:
             return {"reason": "no forward was seen"}
         return finish(recordings, watched, path)
+
+    def _forget(self, watched: Watched) -> None:
+        """Drop the recordings of an optimizer's models, but for what another one asks for yet."""
+        others = [w for w in self.optimizers.values() if w is not watched]
+        coming = [w.ids for w in others if w.steps < self.options["replay"]]
+        for model in self.models_of(watched):
+            if not any(id(p) in ids for p in model.parameters() for ids in coming):
+                del self.recordings[model]
 
     def loose(self) -> list[list[str]]:
         """Return parameters with gradients that no optimizer holds, and held ones of no module."""
@@ -309,6 +319,7 @@ class Probe:
         grads = [p.grad for p in watched.parameters]
         norms = norms_of(grads)
         bad_names = not_finite(watched.entries, grads, norms)
+        is_early = watched.steps <= _EARLY
         watched.event = {}
         event = {
             "optimizer": watched.number,
@@ -318,7 +329,7 @@ class Probe:
             "options": options_of(groups),
             "loaded": self.loaded.pop(optimizer, None),
             "grads": [None if g is None else fingerprint(g) for g in grads],
-            "before": watched.last or [*map(fingerprint, watched.parameters)],
+            "before": [fingerprint(p) for p in watched.parameters] if is_early else watched.last,
             "norms": [None if g is None else n for g, n in zip(grads, norms, strict=True)],
             "weights": [] if watched.steps else norms_of([*watched.parameters]),
             "bad": {"grads": bad_names, "before": watched.not_finite() if bad_names else []},
@@ -367,8 +378,7 @@ class Probe:
         watched.steps += 1
         if watched.steps == self.options["replay"]:
             watched.earlier = {}
-            for model in self.models_of(watched):  # LBFGS makes them within the step
-                del self.recordings[model]
+            self._forget(watched)  # LBFGS makes them within the step
         for recording in self.recordings.values():
             recording.stepped()
         after = numbers([fingerprint(p) for p in watched.parameters])

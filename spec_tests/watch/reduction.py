@@ -271,6 +271,10 @@ def _are_reduced(step: Step, names: set[str]) -> bool:
 def replicas_equal(step: Step) -> Iterator[Finding]:
     """Replicated parameters MUST be equal on all ranks after an optimizer step."""
     found = list(unequal(step, "after"))
+    if step.optimizer in step.run.apart and not any(unequal(step, "before")):
+        step.run.averaged.setdefault(step.optimizer, step.number)
+    is_quiet = all(e["reduced"] == 0 and e["is_complete"] for e in step.events.values())
+    (step.run.apart.add if found and is_quiet else step.run.apart.discard)(step.optimizer)
     loaded = {bool(event["loaded"]): rank for rank, event in reversed(step.events.items())}
     words = "rank {} loaded a state for its optimizer, rank {} did not"
     for name, rank, values in found[:1]:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .guard import Current
 from .layout import Names, full_weights, is_dtensor, local_of, part_of
@@ -46,9 +46,12 @@ class Recording:
         self._batches: list[Batch] = []
         self._weights: dict[tuple[int, str], Tensor] = {}
         self._buffers: dict[int, Tensor] = {}
+        self._found: list[dict[str, Tensor]] | None = None
 
     def begin(self, model: nn.Module, arguments: tuple[Any, ...], keywords: Any) -> None:
         """Keep what a training forward begins with."""
+        if self._found is not None:  # of a step that is over
+            self._batches, self._weights, self._found = [], {}, None
         if not self._batches:  # a forward of another optimizer's turn has changed them
             self._buffers = {id(b): b.clone() for b in model.buffers()}
         device = next((p.device.type for p in model.parameters()), "cpu")
@@ -94,14 +97,21 @@ class Recording:
         # One that no parameter got a gradient from was differentiated for something else.
         batches = [b for b in self._batches if b.was_accumulated or is_sharded]
         kept = [batch for batch in batches if not batch.was_cleared]
-        return kept if usual == len(kept) else batches
+        # What an attack is made of is differentiated by its inputs, and its gradients are dropped.
+        is_attack = kept and all(b.is_of_inputs == b.was_cleared for b in batches)
+        return kept if is_attack or usual == len(kept) else batches
 
     def gradients(self, model: nn.Module, usual: int | None) -> list[dict[str, Tensor]]:
-        """Compute this rank's gradients by name, of each micro-batch that has some."""
-        plain = Copy(self._names, self._weights, self._buffers)
-        twin = plain.of(model)
-        batches = self._batches_of_step(model, usual)
-        return [batch.run(twin, plain) for batch in batches if batch.arrived]
+        """Compute this rank's gradients by name, of each micro-batch that has some.
+
+        Once: a second optimizer of the model asks when the first one has changed its weights.
+        """
+        if self._found is None:
+            plain = Copy(self._names, self._weights, self._buffers)
+            twin = plain.of(model)
+            batches = self._batches_of_step(model, usual)
+            self._found = [batch.run(twin, plain) for batch in batches if batch.arrived]
+        return self._found
 
     def draws_its_own(self, model: nn.Module) -> bool:
         """Return whether compiled code drew random numbers: not those that the plain copy draws."""
@@ -159,6 +169,8 @@ class Batch:
 
         with torch.enable_grad():
             self._arguments, self._keywords = tree_map_only(Tensor, keep, (arguments, keywords))
+        tensors = (t for t in tree_leaves((arguments, keywords)) if isinstance(t, Tensor))
+        self.is_of_inputs = any(tensor.requires_grad for tensor in tensors)
         self._device = device
         self._random = _random_state()
         self._casts = torch.is_autocast_enabled(device)

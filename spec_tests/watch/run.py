@@ -256,6 +256,8 @@ class Run:
     replayed: str = ""
     is_joined: bool = False  # a script used `Join`: uneven inputs are meant
     unequal_starts: set[int] = field(default_factory=set)
+    apart: set[int] = field(default_factory=set)  # optimizers: unreduced, and ranks then differ
+    averaged: dict[int, int] = field(default_factory=dict)  # of them: the step before which not
     alone: set[int] = field(default_factory=set)  # optimizers: each rank trains weights of its own
     seen: dict[tuple[Any, ...], tuple[int, int]] = field(default_factory=dict)
     looped: bool = False
@@ -293,6 +295,9 @@ class Run:
         event["loss"] = None if event["loss"] is None else event["loss"] / event["scale"]
         self.has_messages |= event["messages"]
         reduced = rank.reduced(rank.stepped_at, event["begun"])
+        for size in event["others"]:
+            if size in reduced:
+                reduced.remove(size)
         event["reduced"], event["largest"] = sum(reduced), max(reduced, default=0)
         event["carried"] = rank.carried(rank.stepped_at, event["begun"])
         event["is_complete"] = rank.read_until >= event["begun"] and not rank.missed

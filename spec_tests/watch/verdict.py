@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from spec_tests.rig.report.templates import of_texts
@@ -64,6 +64,7 @@ _FOLLOWS = {
     "watch.schedule.per-update": (),
 }
 ORDER = list(_FOLLOWS)
+_REPLAY = "watch.replay.gradients"
 _ALWAYS = {"watch.run.ends", "watch.run.goes-on"}  # that they do not hold may be seen in any run
 # What the other ranks of one that raised are seen to do; some seconds before, where it hung first.
 _AT_THE_END = ("watch.collectives.match", "watch.run.goes-on", "watch.steps.as-many")
@@ -131,6 +132,14 @@ def causes_of(findings: Sequence[Finding]) -> list[Cause]:
     return sorted(rest, key=lambda c: (not c.finding.is_first, not is_must(c.finding)))
 
 
+def softened(finding: Finding, averaged_before: int) -> Finding:
+    """Return as advice what ranks do that train alone and average their weights now and then."""
+    if finding.norm not in ("watch.gradients.equal", "watch.replicas.equal", _REPLAY):
+        return finding
+    likely = f"none: nothing is reduced, and weights were averaged before step {averaged_before}"
+    return replace(finding, likely=likely, is_advice=True)
+
+
 def _explains(cause: Finding, effect: Finding) -> bool:
     """Return whether an effect, found no earlier, follows from a cause that weighs as much."""
     if cause.is_first or effect.is_first:
@@ -148,9 +157,8 @@ def render(verdict: Verdict) -> str:
     musts = sum(is_must(cause.finding) for cause in verdict.causes)
     of = (verdict.steps, verdict.ranks, verdict.replayed, len(verdict.causes) - musts)
     template = of_texts(Path(__file__).parent).get_template("screen.txt.jinja")
-    screen = template.render(
-        verdict=verdict, norms=NORMS, musts=musts, seen=seen_in_words(*of), several=several
-    )
+    words = {"seen": seen_in_words(*of), "several": several, "is_must": is_must}
+    screen = template.render(verdict=verdict, norms=NORMS, musts=musts, **words)
     return screen.removesuffix("\n")
 
 

@@ -50,6 +50,7 @@ class Window:
         self.is_low = False  # whether it computes in 16 bits
         self.feed: Any = None  # the loader that gave its batches
         self.is_cleared = False  # gradients, since the last backward
+        self.others: list[int] = []  # elements of the script's own sums of what is no gradient
         self.has_dropped = False  # gradients of a backward that no step was taken with
         self.counts: dict[int, list[int]] = {}  # parameter to its backwards, unsynced ones, size
         self.made: dict[int, tuple[int, Tensor]] = {}  # parameter to its size, and gradient's norm
@@ -143,6 +144,7 @@ class Window:
             "computed": sum(times * size for times, _, size in counted),
             "distinct": sum(size for _, _, size in counted),
             "backwards": max((times for times, _, _ in counted), default=0),
+            "others": self.others,
             "unsynced": max((times for _, times, _ in counted), default=0),
         }
 
@@ -217,6 +219,8 @@ class Sample:
             for group in optimizer.param_groups
             for p in group["params"]
             if p.grad is not None and p.grad.layout is torch.strided and not p.is_complex()
+            # Of a DTensor the gradient may be divided in another way, or not yet summed.
+            if getattr(p, "placements", None) == getattr(p.grad, "placements", None)
             if 0 < local_of(p).numel() <= _MOST
         ]
         for group, p in found[:: max(1, len(found) // _MANY)] if _is_known(optimizer) else ():

@@ -107,7 +107,7 @@ def test_writing_into_a_batch_changes_nothing_else(world, subject):
 
     given = "each batch overwritten after it was read"
     stream.goes_on(first, whole, limit=SMALL.limit, given=given)
-    judge.equal([shared], [], quantity="batches that changed with the first one's inputs")
+    judge.equal([shared], [], quantity="batches with memory of the first one's inputs")
     stream.goes_on(second, whole, limit=SMALL.limit, given=f"{given}, the pass after that")
     judge.equal([is_kept], True, quantity="files unchanged")
 

@@ -37,13 +37,13 @@ SMALL = Layout((61, 50), sequence_length=4, batch_size=2)
 
 @contextlib.contextmanager
 def files_for_state(ctx, layout):
-    """The layout's shards. Asked first: a loader without a state is not offered, also if it fails.
+    """The layout's shards. Asked first, of one long shard: a loader without a state is not offered.
 
     Raises:
         AttributeError: the loader lacks one of the two methods.
     """
-    with files_of(ctx, layout.lengths) as paths:
-        operator.attrgetter("state_dict", "load_state_dict")(open_loader(ctx, paths, layout))
+    with files_of(ctx, layout.lengths) as paths, files_of(ctx, (200,)) as long:
+        operator.attrgetter("state_dict", "load_state_dict")(open_loader(ctx, long, layout))
         yield paths
 
 

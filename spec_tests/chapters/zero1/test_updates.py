@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from spec_tests.chapters.zero1.runs import OPTIMIZERS, TOY, TWO, steps
 from spec_tests.programs.calls import parsed
@@ -208,10 +209,12 @@ def with_closure(stepped):
 
 
 def closure_in_ranks(ctx, scene):
-    """The same; None where the optimizer's class is refused at construction."""
+    """The same; None where the optimizer's class is refused at construction, on any rank."""
     with refusal.caught() as error:
         stepped = Divided(ctx, Scene.of(scene))
-    return None if error["error"] else with_closure(stepped)
+    errors = [error["error"]] * ctx.world_size
+    dist.all_gather_object(errors, error["error"])
+    return None if any(errors) else with_closure(stepped)
 
 
 @clause("zero1.step.closure", source="contract: closure; torch.optim.Optimizer")

@@ -9,6 +9,7 @@ refused nothing, and `NotImplementedError` means "not offered" there.
 from __future__ import annotations
 
 import contextlib
+import re
 import unittest
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -23,6 +24,9 @@ from spec_tests.rig.target import without_method
 Kinds = type[BaseException] | tuple[type[BaseException], ...]
 
 # Exceptions that are no refusal: the function is not offered, or the rig raised them.
+_CALLED = re.compile(r"\bforward\(\) (takes|got|missing) ")
+"""A wrapper that does not take what its module takes: no refusal, whatever else the call is for."""
+
 NO_ANSWERS = (NotImplementedError, unittest.SkipTest, RigError, SimError)
 
 
@@ -114,14 +118,26 @@ def answer_or_refusal(
         if isinstance(failure, Absent) or (isinstance(failure, NotOffered) and not ordinary):
             raise
         if isinstance(failure, RankRaised):
-            if failure.error.is_a("SimError"):
+            is_of_call = failure.error.is_a("TypeError") and _CALLED.search(_headline(failure))
+            if failure.error.is_a("SimError") or is_of_call:
                 raise
             if not failure.error.is_a("Exception"):
                 raise judge.violated(
                     f"rank {failure.ranks[failure.primary].rank}: expected the right answer or an "
                     f"error, got {failure.error.kind}, which ends the process",
                 ) from failure
+        refused = failure
     if ordinary:
         judge.SITUATION.get().given = "the ordinary case, which is tried after a refusal"
-        world.run(*ordinary)
+        try:
+            world.run(*ordinary)
+        except RankRaised as later:
+            if isinstance(refused, NotOffered) and later.error.is_a("SimError"):
+                raise refused from later
+            later.add_note(f"refused before: {_headline(refused)}")
+            raise
     return None
+
+
+def _headline(failure: Exception) -> str:
+    return failure.error.headline if isinstance(failure, RankRaised) else str(failure)

@@ -84,7 +84,20 @@ def goes_on(
         for got, right, whole in zip(observed, rest, wholes, strict=True)
     ]
     judge.holds(all(wholes), "expected batches in an uninterrupted pass, got none", given=given)
-    same(seen, rest, given=given, likely=likely)
+    same(seen, rest, given=given, likely=likely or _goes_on_elsewhere(observed, wholes, taken))
+
+
+def _goes_on_elsewhere(observed: Sequence[Stream], wholes: Sequence[Stream], taken: int) -> str:
+    """Return in words with which other batch of the pass a rank goes on, if it does."""
+    for got, whole in zip(observed, wholes, strict=True):
+        at = whole.index(got[0]) if got and got[0] in whole else taken
+        if 0 < at < taken or (at < taken < len(whole)):
+            again = f"batch {at} is read again: the state counts {taken - at} batches too few"
+            return f"it goes on with batch {at} of the pass in place of {taken}; {again}"
+        if at > taken:
+            lost = f"what lies between is left out: the state counts {at - taken} too many"
+            return f"it goes on with batch {at} of the pass in place of {taken}; {lost}"
+    return ""
 
 
 def agree(

@@ -184,9 +184,8 @@ def equal(observed: Sequence[Any], expected: Any, *, quantity: str, given: str =
     if wrong:
         rank, value = next(iter(wrong.items()))
         others = f"   (ranks {sorted(wrong)} are wrong)" if len(wrong) > 1 else ""
-        raise violated(
-            f"rank {rank}: expected {quantity} {expected!r}, got {value!r}{others}", given=given
-        )
+        wanted = f"{quantity} {expected!r}" if expected not in ("", []) else f"no {quantity}"
+        raise violated(f"rank {rank}: expected {wanted}, got {value!r}{others}", given=given)
 
 
 def _check_names(rank: int, seen: Tensors, wanted: Tensors, quantity: str, given: str) -> None:
@@ -236,14 +235,16 @@ def _describe(
     hints: Sequence[Hint],
     given: str,
 ) -> Violation:
-    first = findings[0]
+    # One number is some multiple of any other, and so tells less than a tensor of several.
+    of_one_rank = [finding for finding in findings if finding.rank == findings[0].rank]
+    first = next((f for f in of_one_rank if f.has_several()), findings[0])
     ranks = sorted({finding.rank for finding in findings})
     names = sorted({finding.name for finding in findings})
     is_mean = "mean" in quantity and "group" not in quantity
     cause = explain(first, hints, world_size=len(observed), all_of=findings, is_mean=is_mean)
     scope = f"{len(names)} of {len(observed[0])} names wrong on rank{'s' * (len(ranks) > 1)} "
     scope += f"{', '.join(map(str, ranks))} of {len(observed)}"
-    if len(ranks) == len(observed) and _ranks_agree(observed, first.name):
+    if len(ranks) == len(observed) > 1 and _ranks_agree(observed, first.name):
         scope += "; the ranks agree with each other"
     size = f"{first.difference()}; allowed {first.allowed:.1e} ({tolerance.reason})\n"
     return violated(

@@ -55,7 +55,7 @@ def telling(clause: Clause, case: Mapping[str, Any], world: World) -> Iterator[N
         except BaseException as error:
             if runner.outcome_of(error) in _FINDINGS:
                 assert world.target is not None  # a clause judges something
-                said = _on_gloo(clause, {**case, **example}, world.target, world)
+                said = _on_gloo(clause, {**case, **example}, world.target, world, error)
                 passed = said.startswith(f"{_ON_GLOO}passed")
                 passed = passed and runner.mode_of(error) not in _OF_ONE_RANK
                 if passed and (state := shared.state_of(world.target)):
@@ -93,13 +93,16 @@ def with_values(clause: Clause) -> Clause:
     return clause if handle is None else replace(clause, test=handle.inner_test)
 
 
-def _on_gloo(clause: Clause, values: dict[str, Any], target: Target, world: World) -> str:
+def _on_gloo(
+    clause: Clause, values: dict[str, Any], target: Target, world: World, error: BaseException
+) -> str:
     case = {**values, "world": world.size}
     found = runner.run_case(with_values(clause), target, case, world.worlds, transport="gloo")
     lines = (line for line in found.message.splitlines() if line and not line.startswith("["))
     failed = found.outcome is not Outcome.PASSED
     drawn = "; live ranks take no schedule" if "gloo" not in clause.transports else ""
-    said = f"{found.outcome} as well: {next(lines, '')}" if failed else "passed"
+    as_well = " as well" * (found.outcome is runner.outcome_of(error))
+    said = f"{found.outcome}{as_well}: {next(lines, '')}" if failed else "passed"
     return f"{_ON_GLOO}{said}{drawn}"
 
 

@@ -74,6 +74,10 @@ class Finding:
         tensor = self.wanted if self.wanted is not None else self.seen
         return str(tuple(tensor.shape)) if tensor is not None else ""
 
+    def has_several(self) -> bool:
+        """Whether both sides are there, and of several elements."""
+        return self.seen is not None and self.wanted is not None and self.wanted.numel() > 1
+
     def missing(self) -> str:
         """A sentence if one side is None or of another kind, else empty."""
         if self.seen is None:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from spec_tests.rig.sim.baton import Baton
-from spec_tests.rig.sim.faults import BufferInFlight, CollectiveMismatch
+from spec_tests.rig.sim.faults import BufferInFlight, CollectiveMismatch, NotSimulated
 from spec_tests.rig.sim.meeting import (
     BehindAutograd,
     Combine,
@@ -209,6 +209,7 @@ class Collectives:
     ) -> list[Extent]:
         """See that no buffer is in flight; the extents of the outputs."""
         extents = [extent for tensor in outputs if (extent := extent_of(tensor))]
+        self._require_own_memory(me, extents)
         flying = self._flying[me] = [work for work in self._flying[me] if not work.is_done]
         if not flying:
             return extents
@@ -222,6 +223,16 @@ class Collectives:
                     f"to {work.post}, launched at {work.post.where} and not waited for"
                 )
         return extents
+
+    def _require_own_memory(self, me: int, extents: list[Extent]) -> None:
+        """See that no two ranks receive into one buffer, such as one that a module keeps."""
+        for other, works in enumerate(self._flying):
+            for work in works if other != me else ():
+                if not work.is_done and work.holds_any(extents):
+                    raise NotSimulated(
+                        f"simulated ranks are of one process, and ranks {other} and {me} share the "
+                        f"buffer that is handed over at {call_site()}"
+                    )
 
 
 def _bring_alone(

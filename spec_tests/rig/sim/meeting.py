@@ -359,6 +359,9 @@ class SimWork(dist.Work):
         )
 
 
+_NO_CALL_SITES = ("/torch/", "/rig/sim/", "/rig/ranks/", "/typing_extensions.py")
+
+
 def call_site() -> str:
     """File and line of the innermost frame that is neither torch's nor the rig's, nor a wrapper's.
 
@@ -368,7 +371,7 @@ def call_site() -> str:
     found = frame
     while frame is not None:
         name = frame.f_code.co_filename
-        if not any(part in name for part in ("/torch/", "/rig/sim/", "/typing_extensions.py")):
+        if not any(part in name for part in _NO_CALL_SITES):
             found = frame
             break
         frame = frame.f_back  # type: ignore[assignment]  # None ends the loop

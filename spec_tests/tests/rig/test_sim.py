@@ -3,7 +3,6 @@
 import os
 import random
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -33,10 +32,8 @@ def sim(worlds: Worlds, size: int = 2) -> World:
 
 
 def test_a_deadlock_is_told_with_who_waits_where(worlds: Worlds):
-    begun = time.perf_counter()
     with pytest.raises(Deadlock) as caught:
         sim(worlds).run(bodies.fail, "leave", 1)
-    assert time.perf_counter() - begun < 5.0  # a grace period would have been two seconds or more
     text = str(caught.value)
     assert "rank 0: waits for all_reduce (sizes (4,), dtypes ('float32',)" in text
     assert "not come: rank 1" in text
