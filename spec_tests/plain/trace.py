@@ -101,8 +101,8 @@ class PlainTrace:
             names = [e["name"] for e in self.notes if begin <= e["ts"] < end]
             updates = sum(name.startswith("Optimizer.step#") for name in names)
             times = times_of(begin, end, working, sending)
-            times["overlap_fraction"] = fraction(times)
-            found.append({"step": number, "optimizer_steps": updates, **times})
+            step = {"step": number, "optimizer_steps": updates, **times}
+            found.append(step | {"overlap_fraction": fraction(times)})
         names = [name for name in found[0] if name.endswith("_us")]
         total = {name: sum(step[name] for step in found) for name in names}
         info = self.whole.get("distributedInfo", {"rank": 0, "world_size": 1})

@@ -7,8 +7,9 @@ TRACE = Source("spec_tests.plain.trace", alone=True)
 TRACE.near_miss(
     "measure.sums-durations",
     ("measure.trace.computation-is-a-union", "measure.trace.any-intervals"),
-    '- "compute_us": sum(length for length, works, _ in stretches if works),',
-    '+ "compute_us": sum(max(0, min(e, end) - max(b, begin)) for b, e in working),',
+    "  times = times_of(begin, end, working, sending)",
+    "+ works = sum(max(0, min(e, end) - max(b, begin)) for b, e in working)",
+    '+ times |= {"compute_us": works, "idle_us": end - begin - works - times["exposed_us"]}',
     does="Computation is the sum of durations.",
     seen="`events.groupby('name').dur.sum()` over operators that nest.",
     unseen="On one stream without nesting it is right.",
