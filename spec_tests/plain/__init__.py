@@ -24,12 +24,7 @@ from spec_tests.plain.decoder import PlainDecoder
 from spec_tests.plain.fully_shard import PlainFsdp
 from spec_tests.plain.loader import PlainLoader
 from spec_tests.plain.memory import PlainMemory
-from spec_tests.plain.throughput import (
-    PlainExtrapolation,
-    PlainMfu,
-    PlainSweep,
-    PlainThroughput,
-)
+from spec_tests.plain.throughput import PlainThroughput
 from spec_tests.plain.trace import PlainTrace
 from spec_tests.plain.train import PlainTrain
 from spec_tests.plain.trainer import PlainTrainer
@@ -44,9 +39,6 @@ BASES = (
     PlainFsdp,
     PlainLoader,
     PlainMemory,
-    PlainExtrapolation,
-    PlainMfu,
-    PlainSweep,
     PlainThroughput,
     PlainTrace,
     PlainTrain,

@@ -28,15 +28,6 @@ from torch import nn
 class PlainDecoder(nn.Module):
     """Embeddings, two layers of masked attention of one head each, a head that is not tied."""
 
-    @classmethod
-    def functions(cls) -> dict[str, Any]:
-        """Return the contract's function for this class of models."""
-
-        def language_model(*, vocab_size: int, **sizes: Any) -> nn.Module:
-            return cls(vocab_size, sizes["max_sequence_length"], sizes["embedding_dim"])
-
-        return {"language_model": language_model}
-
     def __init__(self, vocab: int, longest: int, width: int) -> None:
         super().__init__()
         self.tokens = nn.Embedding(vocab, width)
@@ -45,21 +36,20 @@ class PlainDecoder(nn.Module):
         self.head = nn.Linear(width, vocab)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.embed(ids)
+        length = ids.shape[1]
+        sees = torch.ones(length, length, dtype=torch.bool).tril()  # row i sees column j
+        x = self.tokens(ids) + self.places.weight[:length]
         for layer in self.mix:
-            x = torch.tanh(x + self.attend(*layer(x).chunk(3, dim=-1)))
-        return self.logits(x)
-
-    def embed(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.tokens(ids) + self.places.weight[: ids.shape[1]]
-
-    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        scores = (q @ k.transpose(-1, -2)).masked_fill(~self.mask(q.shape[1]), float("-inf"))
-        return scores.softmax(dim=-1) @ v
-
-    def mask(self, length: int) -> torch.Tensor:
-        """True where row i may see column j."""
-        return torch.ones(length, length, dtype=torch.bool).tril()
-
-    def logits(self, x: torch.Tensor) -> torch.Tensor:
+            q, k, v = layer(x).chunk(3, dim=-1)
+            scores = (q @ k.transpose(-1, -2)).masked_fill(~sees, float("-inf"))
+            x = torch.tanh(x + scores.softmax(dim=-1) @ v)
         return self.head(x)
+
+    @classmethod
+    def functions(cls) -> dict[str, Any]:
+        """Return the contract's function for this class of models."""
+
+        def language_model(*, vocab_size: int, **sizes: Any) -> nn.Module:
+            return cls(vocab_size, sizes["max_sequence_length"], sizes["embedding_dim"])
+
+        return {"language_model": language_model}

@@ -13,7 +13,7 @@ Steps
     3. peak = parameters + optimizer state + that.
 
 Use
-    terms = PlainMemory(model, batch_size=2, sequence_length=8).estimate()
+    terms = memory_estimate(model, batch_size=2, sequence_length=8)
     terms["peak_bytes"]
 
 Cost: a second model in memory and two steps. Nobody promised below level `production` that an
@@ -40,7 +40,7 @@ class Books(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.now = self.most = self.made = 0
+        self.now = self.most = 0
         self.known: dict[int, weakref.ref[Any]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -61,7 +61,6 @@ class Books(TorchDispatchMode):
         if key in self.known:
             return
         self.now += size
-        self.made += size
 
         def gone(_: Any) -> None:
             self.now -= size
@@ -70,92 +69,50 @@ class Books(TorchDispatchMode):
         self.known[key] = weakref.ref(storage, gone)
 
 
-class PlainMemory:
-    """One estimate."""
+def memory_estimate(model: nn.Module, *, batch_size: int, sequence_length: int) -> dict[str, int]:
+    """Return the bytes of a step by term, and the most that is alive at once."""
+    sizes = (batch_size, sequence_length)
+    if min(sizes) <= 0:
+        raise ValueError(f"expected positive sizes, got {sizes}")
+    generator = torch.get_rng_state()
+    model = copy.deepcopy(model)
+    if any(p.is_meta for p in model.parameters()):
+        model = model.to_empty(device="cpu")
+    model.zero_grad()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    adam = torch.optim.AdamW(trained)
+    ids = torch.zeros(sizes, dtype=torch.int64, device=next(model.parameters()).device)
+    books = Books()
 
-    def __init__(self, model: nn.Module, batch_size: int, sequence_length: int) -> None:
-        self.check(batch_size, sequence_length)
-        self.original = model
-        self.model = self.copied(model)
-        self.batch_size, self.sequence_length = batch_size, sequence_length
-
-    def check(self, *sizes: int) -> None:
-        if min(sizes) <= 0:
-            raise ValueError(f"expected positive sizes, got {sizes}")
-
-    def copied(self, model: nn.Module) -> nn.Module:
-        twin = copy.deepcopy(model)
-        for module in (model, twin):
-            if any(p.is_meta for p in module.parameters()):
-                return twin.to_empty(device="cpu")
-        return twin
-
-    def trained(self) -> list[nn.Parameter]:
-        return [p for p in self.model.parameters() if p.requires_grad]
-
-    # ------------------------------------------------------------------------------- the terms
-
-    def parameters(self) -> int:
-        return sum(p.nbytes for p in self.model.parameters())
-
-    def gradients(self) -> int:
-        return sum(p.nbytes for p in self.trained())
-
-    def optimizer(self) -> int:
-        return 2 * self.gradients()
-
-    def estimate(self) -> dict[str, int]:
-        activations, above = self.step()
-        terms = {
-            "parameter_bytes": self.parameters(),
-            "gradient_bytes": self.gradients(),
-            "optimizer_bytes": self.optimizer(),
-            "activation_bytes": activations,
-        }
-        return {**terms, "peak_bytes": self.peak(terms, above)}
-
-    def peak(self, terms: dict[str, int], above: int) -> int:
-        return terms["parameter_bytes"] + terms["optimizer_bytes"] + above
-
-    # -------------------------------------------------------------------------------- the step
-
-    def step(self) -> tuple[int, int]:
-        """Activations, and the most above what is there between steps."""
-        state = torch.get_rng_state()
-        for p in self.model.parameters():
-            p.grad = None
-        adam = torch.optim.AdamW(self.trained())
-        ids = self.ids()
-        self.loss(ids).backward()
+    def step() -> int:
+        """Take a step; return what forward and loss left for the backward."""
+        loss = F.cross_entropy(model(ids).flatten(0, -2), ids.flatten())
+        activations = books.now
+        loss.backward()
         adam.step()
         adam.zero_grad()
-        books = Books()
-        books.ignore(ids, *self.model.parameters(), *self.model.buffers())
-        books.ignore(*(v for s in adam.state.values() for v in s.values()))
-        with books:
-            loss = self.loss(ids)
-            activations = self.activations(books)
-            loss.backward()
-            adam.step()
-            adam.zero_grad()
-        torch.set_rng_state(state)
-        return activations, books.most
+        return activations
 
-    def ids(self) -> torch.Tensor:
-        device = next(self.model.parameters()).device
-        return torch.zeros(self.batch_size, self.sequence_length, dtype=torch.int64, device=device)
+    step()  # from here on AdamW has its state
+    books.ignore(ids, *model.parameters(), *model.buffers())
+    books.ignore(*(v for state in adam.state.values() for v in state.values()))
+    with books:
+        activations = step()
+    torch.set_rng_state(generator)
+    parameters = sum(p.nbytes for p in model.parameters())
+    gradients = sum(p.nbytes for p in trained)
+    return {
+        "parameter_bytes": parameters,
+        "gradient_bytes": gradients,
+        "optimizer_bytes": 2 * gradients,
+        "activation_bytes": activations,
+        "peak_bytes": parameters + 2 * gradients + books.most,
+    }
 
-    def loss(self, ids: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(self.model(ids).flatten(0, -2), ids.flatten())
 
-    def activations(self, books: Books) -> int:
-        return books.now
+class PlainMemory:
+    """What this module offers."""
 
-    @classmethod
-    def functions(cls) -> dict[str, Any]:
-        """Return the contract's function for this class."""
-
-        def memory_estimate(model, *, batch_size, sequence_length):
-            return cls(model, batch_size, sequence_length).estimate()
-
+    @staticmethod
+    def functions() -> dict[str, Any]:
         return {"memory_estimate": memory_estimate}

@@ -10,7 +10,7 @@ Steps
     1. Steps are the profiler's ProfilerStep marks, each extended to its last kernel.
     2. Communication: NCCL kernels on a device, gloo's annotations on a host. Computation: all other
        kernels, or the host's operators less the time they wait for collectives.
-    3. overlap = both; exposed = communication alone; idle = duration - computation - exposed.
+    3. overlap = both; exposed = communication alone; idle = neither.
     4. Collectives are counted with the larger of input and output bytes.
 
 Use
@@ -34,7 +34,38 @@ Event = dict[str, Any]
 Spans = list[tuple[float, float]]
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "barrier")
-SIZES = {"float": 4, "double": 8, "bfloat16": 2, "half": 2, "long": 8, "long int": 8, "int": 4}
+SIZES = {"float": 4, "double": 8, "c10::BFloat16": 2, "c10::Half": 2, "long int": 8, "int": 4}
+SIZES |= {"Float": 4, "Double": 8, "BFloat16": 2, "Half": 2, "Long": 8, "Int": 4}  # NCCL's names
+WRAPPERS = ("autograd", "torch", "c10d", "_c10d_functional")  # they only call others
+
+
+def ends(events: list[Event]) -> Spans:
+    """Return the begin and the end of each event."""
+    return [(e["ts"], e["ts"] + e["dur"]) for e in events]
+
+
+def times_of(begin: float, end: float, working: Spans, sending: Spans) -> dict[str, float]:
+    """Walk from border to border; what lies between two of them is of one kind."""
+    inside = {at for span in (*working, *sending) for at in span if begin < at < end}
+    stretches = []
+    for left, right in itertools.pairwise(sorted({begin, end, *inside})):
+        works = any(b <= left and right <= e for b, e in working)
+        sends = any(b <= left and right <= e for b, e in sending)
+        stretches.append((right - left, works, sends))
+    return {
+        "duration_us": end - begin,
+        "compute_us": sum(length for length, works, _ in stretches if works),
+        "communication_us": sum(length for length, _, sends in stretches if sends),
+        "overlap_us": sum(length for length, works, sends in stretches if works and sends),
+        "exposed_us": sum(length for length, works, sends in stretches if sends and not works),
+        "idle_us": sum(length for length, works, sends in stretches if not works and not sends),
+    }
+
+
+def fraction(times: dict[str, float]) -> float | None:
+    """Return the part of communication that computation hides; None without communication."""
+    sent = times["communication_us"]
+    return times["overlap_us"] / sent if sent else None
 
 
 class PlainTrace:
@@ -42,17 +73,18 @@ class PlainTrace:
 
     def __init__(self, path: Any) -> None:
         self.path = Path(path)
-        self.whole = self.parsed(self.path.read_bytes())
-        self.events: list[Event] = self.whole["traceEvents"]
-        self.spans = [e for e in self.events if e.get("ph") == "X"]
+        self.whole = self.read()
+        self.spans = [e for e in self.whole["traceEvents"] if e.get("ph") == "X"]
         self.notes = [e for e in self.spans if e["cat"] == "user_annotation"]
+        self.gloo = [e for e in self.notes if e["name"].startswith("gloo:")]
+        self.operators = [e for e in self.spans if e["cat"] == "cpu_op"]
         self.kernels = [e for e in self.spans if e["cat"] in ("kernel", "gpu_memcpy", "gpu_memset")]
-        self.device = "cuda" if self.kernels else "cpu"
+        self.nccl = [e for e in self.kernels if "nccl" in e["name"]]
 
-    def parsed(self, data: bytes) -> dict[str, Any]:
+    def read(self) -> dict[str, Any]:
+        data = self.path.read_bytes()
         try:
-            text = gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data
-            found = json.loads(text)
+            found = json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
         except (EOFError, ValueError) as error:
             raise ValueError(f"{self.path}: expected a whole trace, got {error}") from error
         if not isinstance(found, dict) or "traceEvents" not in found:
@@ -63,187 +95,93 @@ class PlainTrace:
         steps = self.steps()
         if not steps:
             raise ValueError(f"{self.path}: expected a ProfilerStep, got none")
-        found = [self.of_step(*step) for step in steps]
+        working, sending = self.working(), ends([*self.nccl, *self.gloo])
+        found: list[dict[str, Any]] = []
+        for number, begin, end in steps:
+            names = [e["name"] for e in self.notes if begin <= e["ts"] < end]
+            updates = sum(name.startswith("Optimizer.step#") for name in names)
+            times = times_of(begin, end, working, sending)
+            step = {"step": number, "optimizer_steps": updates, **times}
+            found.append(step | {"overlap_fraction": fraction(times)})
         names = [name for name in found[0] if name.endswith("_us")]
         total = {name: sum(step[name] for step in found) for name in names}
         info = self.whole.get("distributedInfo", {"rank": 0, "world_size": 1})
         return {
-            "device": self.device,
+            "device": "cuda" if self.kernels else "cpu",
             "rank": info["rank"],
             "world_size": info["world_size"],
             "steps": found,
-            "total": total | {"overlap_fraction": self.fraction(total)},
-            "collectives": self.counted(self.collectives(steps[0][1], steps[-1][2])),
+            "total": total | {"overlap_fraction": fraction(total)},
+            "collectives": self.collectives(steps[0][1], steps[-1][2]),
             "peak_memory_bytes": self.peak(),
         }
 
-    # ------------------------------------------------------------------------------------- steps
-
-    def step_marks(self) -> list[Event]:
-        marks = [e for e in self.notes if e["name"].startswith("ProfilerStep#")]
-        return sorted(marks, key=lambda e: e["ts"])
-
     def steps(self) -> list[tuple[int, float, float]]:
-        """Number, begin and end."""
+        """Return the number, begin and end of each step."""
+        marks = [e for e in self.notes if e["name"].startswith("ProfilerStep#")]
+        launches = [e for e in self.spans if e["cat"] == "cuda_runtime"]
         found: list[tuple[int, float, float]] = []
-        for mark in self.step_marks():
+        for mark in sorted(marks, key=lambda e: e["ts"]):
             begin, end = mark["ts"], mark["ts"] + mark["dur"]
-            late = self.last_kernel(begin, end)
+            launched = {e["args"]["correlation"] for e in launches if begin <= e["ts"] < end}
+            kernels = [e for e in self.kernels if e["args"]["correlation"] in launched]
             begin = max(begin, found[-1][2]) if found else begin
-            found.append((int(mark["name"].split("#")[1]), begin, max(end, late, begin)))
+            end = max(begin, end, *(e["ts"] + e["dur"] for e in kernels))
+            found.append((int(mark["name"].split("#")[1]), begin, end))
         return found
-
-    def last_kernel(self, begin: float, end: float) -> float:
-        launched = {
-            e["args"]["correlation"]
-            for e in self.spans
-            if e["cat"] == "cuda_runtime" and begin <= e["ts"] < end
-        }
-        ends = [e["ts"] + e["dur"] for e in self.kernels if e["args"]["correlation"] in launched]
-        return max(ends, default=end)
-
-    def updates(self, begin: float, end: float) -> int:
-        names = [e["name"] for e in self.notes if begin <= e["ts"] < end]
-        return sum(name.startswith("Optimizer.step#") for name in names)
-
-    # ------------------------------------------------------------------------------------- times
-
-    def of_step(self, number: int, begin: float, end: float) -> dict[str, Any]:
-        working, sending = self.working(), self.sending()
-        times = self.times(self.inside(working, begin, end), self.inside(sending, begin, end))
-        times = {"duration_us": end - begin, **times}
-        times["idle_us"] = end - begin - times["compute_us"] - times["exposed_us"]
-        return {
-            "step": number,
-            "optimizer_steps": self.updates(begin, end),
-            **times,
-            "overlap_fraction": self.fraction(times),
-        }
-
-    def inside(self, spans: Spans, begin: float, end: float) -> Spans:
-        return [(max(b, begin), min(e, end)) for b, e in spans if b < end and e > begin]
-
-    def times(self, working: Spans, sending: Spans) -> dict[str, float]:
-        """Walk from border to border; what lies between two of them is of one kind."""
-        borders = sorted({at for span in (*working, *sending) for at in span})
-        found = dict.fromkeys(("compute_us", "communication_us", "overlap_us", "exposed_us"), 0.0)
-        for begin, end in itertools.pairwise(borders):
-            works = any(b <= begin and end <= e for b, e in working)
-            sends = any(b <= begin and end <= e for b, e in sending)
-            for name, counts in (
-                ("compute_us", works),
-                ("communication_us", sends),
-                ("overlap_us", works and sends),
-                ("exposed_us", sends and not works),
-            ):
-                found[name] += (end - begin) * counts
-        return found
-
-    def fraction(self, times: dict[str, float]) -> float | None:
-        sent = times["communication_us"]
-        return times["overlap_us"] / sent if sent else None
-
-    def sending(self) -> Spans:
-        nccl = [e for e in self.kernels if self.is_sending(e)]
-        return self.ends([*nccl, *self.gloo()])
-
-    def is_sending(self, kernel: Event) -> bool:
-        return "nccl" in kernel["name"]
-
-    def gloo(self) -> list[Event]:
-        return [e for e in self.notes if e["name"].startswith("gloo:")]
 
     def working(self) -> Spans:
         if self.kernels:
-            return self.ends([e for e in self.kernels if not self.is_sending(e)])
+            return ends([e for e in self.kernels if "nccl" not in e["name"]])
+        named = [e for e in self.operators if "::" in e["name"]]
+        working = [e for e in named if e["name"].split("::")[0] not in WRAPPERS]
+        # A thread that waits for a collective does not work: operators of c10d, gloo's annotations.
+        waiting = [e for e in self.operators if "c10d" in e["name"]] + self.gloo
         found: Spans = []
-        for thread in {e["tid"] for e in self.operators()}:
-            spans = self.ends([e for e in self.operators() if e["tid"] == thread])
-            found += self.without(spans, self.ends(self.waiting(thread)))
+        for thread in {e["tid"] for e in working}:
+            spans = ends([e for e in working if e["tid"] == thread])
+            for begin, end in ends([e for e in waiting if e["tid"] == thread]):
+                before = [(b, min(e, begin)) for b, e in spans]
+                after = [(max(b, end), e) for b, e in spans]
+                spans = [(b, e) for b, e in before + after if b < e]
+            found += spans
         return found
 
-    def operators(self) -> list[Event]:
-        return [e for e in self.spans if e["cat"] == "cpu_op" and self.does_work(e["name"])]
-
-    def does_work(self, name: str) -> bool:
-        namespace, separator, _ = name.partition("::")
-        wrappers = ("autograd", "torch", "c10d", "_c10d_functional")
-        return bool(separator) and namespace not in wrappers
-
-    def waiting(self, thread: Any) -> list[Event]:
-        """What is no computation on a thread: collectives, by operator and by annotation."""
-        asked = [e for e in self.spans if e["cat"] == "cpu_op" and "c10d" in e["name"]]
-        return [e for e in (*asked, *self.gloo()) if e["tid"] == thread]
-
-    def without(self, spans: Spans, holes: Spans) -> Spans:
-        for begin, end in holes:
-            pieces = [((b, min(e, begin)), (max(b, end), e)) for b, e in spans]
-            spans = [piece for pair in pieces for piece in pair if piece[0] < piece[1]]
-        return spans
-
-    def ends(self, events: list[Event]) -> Spans:
-        return [(e["ts"], e["ts"] + e["dur"]) for e in events]
-
-    # ------------------------------------------------------------------- collectives and memory
-
-    def collectives(self, begin: float, end: float) -> list[Event]:
-        asked = [e for e in self.spans if e["cat"] == "cpu_op" and e["name"].startswith("c10d::")]
-        found = [e for e in self.kernels if self.is_sending(e)] or asked or self.gloo()
-        return [e for e in found if begin <= e["ts"] <= end]
-
-    def counted(self, events: list[Event]) -> dict[str, Any]:
+    def collectives(self, begin: float, end: float) -> dict[str, Any]:
+        """Return the count and the bytes of each kind of collective that begins in this time."""
+        asked = [e for e in self.operators if e["name"].startswith("c10d::")]
+        sent = self.nccl or asked or self.gloo
         found: dict[str, Any] = {}
-        for event in events:
-            entry = found.setdefault(self.kind(event), {"count": 0, "bytes": 0})
+        for event in [e for e in sent if begin <= e["ts"] <= end]:
+            name = event["args"].get("Collective name", event["name"]).replace("_", "").lower()
+            kind = next(kind for kind in KINDS if kind.replace("_", "") in name)
+            entry = found.setdefault(kind, {"count": 0, "bytes": 0})
             entry["count"] += 1
-            entry["bytes"] = self.added(entry["bytes"], self.num_bytes(event["args"]))
+            size, total = self.num_bytes(event["args"]), entry["bytes"]
+            entry["bytes"] = None if size is None or total is None else total + size
         return found
-
-    def added(self, total: int | None, more: int | None) -> int | None:
-        return None if total is None or more is None else total + more
-
-    def kind(self, event: Event) -> str:
-        name = event["args"].get("Collective name", event["name"])
-        squashed = name.replace("_", "").lower()
-        return next(kind for kind in KINDS if kind.replace("_", "") in squashed)
 
     def num_bytes(self, args: dict[str, Any]) -> int | None:
+        """Return the larger of input and output; None if the trace does not say."""
         if "dtype" in args:
-            elements = self.payload(args["In msg nelems"], args["Out msg nelems"])
-            return elements * self.size(args["dtype"])
+            return max(args["In msg nelems"], args["Out msg nelems"]) * SIZES[args["dtype"]]
         if "Input Dims" not in args:
             return None
         sizes = []
         for dims, kind in zip(args["Input Dims"], args["Input type"], strict=True):
-            if kind == "TensorList":
-                kinds = next(
-                    e["args"]["Input type"]
-                    for e in self.gloo()
-                    if e["args"].get("Input Dims") == dims
-                )
-                sizes.append(self.of_list(dims, kinds))
-            elif kind.lower().removeprefix("c10::") in SIZES:
-                sizes.append(math.prod(dims) * self.size(kind))
-        return self.payload(*sizes)
-
-    def of_list(self, dims: list[list[int]], kinds: list[str]) -> int:
-        pairs = zip(dims, kinds, strict=True)
-        return sum(math.prod(one) * self.size(kind) for one, kind in pairs)
-
-    def payload(self, *sizes: int) -> int:
+            if kind == "TensorList":  # its dtypes are those of the annotation of the same dims
+                noted = [e["args"] for e in self.gloo if e["args"].get("Input Dims") == dims]
+                pairs = zip(dims, noted[0]["Input type"], strict=True)
+                sizes.append(sum(math.prod(one) * SIZES[dtype] for one, dtype in pairs))
+            elif kind in SIZES:
+                sizes.append(math.prod(dims) * SIZES[kind])
         return max(sizes)
 
-    def size(self, dtype: str) -> int:
-        return SIZES[dtype.lower().removeprefix("c10::")]
-
     def peak(self) -> int | None:
-        totals = self.totals()
-        return max(totals) if totals else None
-
-    def totals(self) -> list[int]:
-        own = 1 if self.device == "cuda" else 0
-        found = [e["args"] for e in self.events if e["name"] == "[memory]"]
-        return [args["Total Allocated"] for args in found if args["Device Type"] == own]
+        memory = [e["args"] for e in self.whole["traceEvents"] if e["name"] == "[memory]"]
+        own = 1 if self.kernels else 0
+        totals = [args["Total Allocated"] for args in memory if args["Device Type"] == own]
+        return max(totals, default=None)
 
     @classmethod
     def functions(cls) -> dict[str, Any]:

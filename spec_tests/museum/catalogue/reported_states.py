@@ -15,13 +15,11 @@ from spec_tests.museum.card import Source, near_miss
 from spec_tests.museum.catalogue.checkpoint_disk import InPlaceParts, SkipsWhatIsMissing
 from spec_tests.plain.checkpoint import PlainCheckpoint
 from spec_tests.plain.loader import PlainLoader
-from spec_tests.plain.throughput import PlainSweep, PlainThroughput
 
 ATTENTION = Source("spec_tests.plain.attention")
 CHECKPOINT = Source("spec_tests.plain.checkpoint")
 LOADER = Source("spec_tests.plain.loader")
-SWEEP = Source("spec_tests.plain.throughput", PlainSweep)
-THROUGHPUT = Source("spec_tests.plain.throughput", PlainThroughput)
+RATES = Source("spec_tests.plain.throughput")
 FLOPS = Source("solution.measure.flops")
 
 
@@ -304,31 +302,31 @@ FLOPS.near_miss(
     unseen="Of a large model the embeddings are a small part.",
 )
 
-THROUGHPUT.near_miss(
+RATES.near_miss(
     "measure.all-tokens-over-the-last-step",
     ("measure.throughput.rate", "measure.throughput.without-warm-up"),
-    '- "tokens_per_s": self.tokens / step_s,',
-    '+ "tokens_per_s": (num_warmup_steps + self.num_steps) * self.tokens / timed[-1],',
+    '- "tokens_per_s": tokens_per_step / step_s,',
+    '+ "tokens_per_s": (len(warm_up) + len(timed)) * tokens_per_step / timed[-1],',
     does="Divides the tokens of all steps so far by the time of the last one.",
     seen="trl pull request 5293: the clock starts anew with each step, the count does not.",
     unseen="A rate that grows looks like a warm-up.",
 )
 
-THROUGHPUT.near_miss(
+RATES.near_miss(
     "measure.mean-of-rates",
     "measure.throughput.median",
-    "- return statistics.median(timed)",
-    "+ return statistics.harmonic_mean(timed)",
+    "- step_s = statistics.median(timed)",
+    "+ step_s = statistics.harmonic_mean(timed)",
     does="Averages the rates of single steps, of which quick ones weigh more than they last.",
     seen="xtuner issue 977.",
     unseen="On a quiet machine all steps have one rate.",
 )
 
-SWEEP.near_miss(
+RATES.near_miss(
     "measure.sweep-builds-all-first",
     ("measure.sweep.one-model-at-a-time", "measure.sweep.rows", "measure.sweep.resets-peaks"),
-    "+ self.build = {size: self.build(size) for size in self.sizes}.__getitem__",
-    "  return [self.row(size) for size in self.sizes]",
+    "+ build = {size: build(size) for size in batch_sizes}.__getitem__",
+    "  rows = []",
     does="Builds every model before it measures the first one.",
     seen="flashoptim issue 1: later peaks hold the others' memory.",
     unseen="The rates are right, and the largest model has the largest peak.",
