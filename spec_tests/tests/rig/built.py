@@ -1,8 +1,8 @@
 """Right code that has built the tasks of a skeleton up to one, and raises ToDo in what comes later.
 
 It is the shortest right code without what later tasks of `contract/skeletons` add: the clauses of a
-task must not need that. Each entry of `CLASSES` is a plain class with methods taken out, where `later`
-raises and `nothing` is not noticed to be missing, or with lines changed.
+task must not need that. Each entry of `CLASSES` is a plain class with lines changed, or with
+methods taken out: `later` raises, and `nothing` is not noticed to be missing.
 """
 
 # mypy: disable-error-code="no-untyped-def"
