@@ -27,6 +27,7 @@ Legend: B batch, H query heads, G key/value heads, Q queries, K keys, D head dim
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -84,7 +85,7 @@ class TiledAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do: Tensor | None, dl: Tensor | None) -> Any:
-        found = backward(*ctx.saved_tensors, do, dl, *ctx.options)
+        found = backward(ctx.saved_tensors, do, dl, *ctx.options)
         wanted = ctx.needs_input_grad[:3]
         return *(g if needed else None for g, needed in zip(found, wanted, strict=True)), None, None
 
@@ -158,17 +159,10 @@ def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tupl
 
 
 def backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    do: Tensor | None,
-    dl: Tensor | None,
-    causal: bool,
-    scale: float,
+    saved: Sequence[Tensor], do: Tensor | None, dl: Tensor | None, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dQ, dK and dV in the inputs' shapes and dtypes; a gradient of None is one of zeros."""
+    """Return dQ, dK and dV in the inputs' shapes and dtypes; a `do` or `dl` of None is zero."""
+    q, k, v, out, lse = saved
     do = torch.zeros_like(out) if do is None else do
     # The sum of o do is what the softmax's Jacobian subtracts from each dP of a row. L's own
     # gradient enters a row in the same way, since dL/ds = p.

@@ -50,7 +50,7 @@ def operators(name, fake_output=None, is_counted=True, refuses_tangents=True):
         causal: bool,
         scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        return attention.backward(q, k, v, out, lse, do, dl, causal, scale)
+        return attention.backward((q, k, v, out, lse), do, dl, causal, scale)
 
     def keep(ctx, inputs, output):
         *tensors, causal, scale = inputs
