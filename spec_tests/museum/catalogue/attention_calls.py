@@ -1,9 +1,6 @@
 """Near-misses of how attention is called: strides, storage, buffers, autograd, memory, refusals."""
 
-from __future__ import annotations
-
-from spec_tests.museum.card import Source, near_miss
-from spec_tests.plain.attention import PlainAttention, Tensor
+from spec_tests.museum.card import Source
 
 PLAIN = Source("spec_tests.plain.attention")
 
@@ -14,7 +11,7 @@ PLAIN.near_miss(
         "attention.layout.strides-without-heads",
         "attention.layout.strides-of-zero",
     ),
-    "  q, k, v, out, lse = saved",
+    "  do = torch.zeros_like(out) if do is None else do",
     "+ do = do.as_strided(do.shape, torch.empty(do.shape).stride())",
     does="Reads dO with contiguous strides.",
     seen="flash-attn issue 355; in the study it survived every usual test.",
@@ -27,8 +24,8 @@ PLAIN.near_miss(
     "+ v = v.as_strided(v.shape, k.stride()) if k.is_contiguous() else v",
     "  k, v = k[:, heads], v[:, heads]",
     "...",
-    "  q, k, v, out, lse = saved",
     "+ v = v.as_strided(v.shape, k.stride()) if k.is_contiguous() else v",
+    "  k_read, v_read = k[:, heads], v[:, heads]",
     does="Reads v with the strides of k.",
     seen="`stride_kd` for `stride_vd` in one block pointer, in a solution of CS336.",
     unseen="k and v come from projections alike, or from one that is fused.",
@@ -37,62 +34,48 @@ PLAIN.near_miss(
 PLAIN.near_miss(
     "attention.gradient-like-strides",
     "attention.layout.expanded-keys",
-    "+ if 0 in of.stride():",
-    "+     made = torch.empty(1, dtype=of.dtype, device=of.device).expand_as(of).clone()",
-    "+     return made.copy_(gradient[:1].expand_as(gradient))",
-    "  return gradient.to(of.dtype)",
+    "+ dk = dk[:1].expand_as(dk).clone() if 0 in k.stride() else dk",
+    "+ dv = dv[:1].expand_as(dv).clone() if 0 in v.stride() else dv",
+    "  return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)",
     does="Makes dK and dV with the strides of k and v.",
     seen="`empty_strided(k.shape, k.stride())`, with strides of zero.",
     unseen="Expanded keys are rare.",
 )
 
-
-@near_miss("attention.reads-behind-the-tail", rejected_by="attention.layout.what-lies-around")
-class ReadsBehindTheTail(PlainAttention):
-    """Loads values behind seq_k and multiplies them by zero.
-
-    From: A load without a mask; FlashAttention-3 leaks NaN so.
-    Unseen: Behind a fresh tensor lie zeros, or nothing.
-
-    Loads the last tile of keys whole; weights of zero are to hide what does not belong to it.
-    """
-
-    def row_block(self, q, k, v, *where):
-        acc, m, norm = super().row_block(q, k, v, *where)
-        return acc + 0.0 * self.behind, m, norm
-
-    behind: Tensor | float = 0.0
-
-    def forward(self, q, k, v, *options):
-        end = v.storage_offset() + (v.shape[2] - 1) * v.stride(2) + v.shape[3] if v.numel() else 0
-        size = v.untyped_storage().nbytes() // v.element_size()
-        beyond = -v.shape[2] % self.tile_k
-        is_there = bool(beyond) and v.numel() > 0 and end + 8 + v.shape[3] <= size
-        self.behind = v.as_strided((v.shape[3],), (1,), end + 8) if is_there else 0.0
-        return super().forward(q, k, v, *options)
-
-
-@near_miss(
-    "attention.scales-keys-in-place",
-    rejected_by=("attention.layout.inputs-are-kept", "attention.layout.one-tensor-thrice"),
+# Loads the last tile of keys whole; weights of zero are to hide what does not belong to it.
+PLAIN.near_miss(
+    "attention.reads-behind-the-tail",
+    "attention.layout.what-lies-around",
+    "  heads = key_head_of(q, k)",
+    "+ behind = v.storage_offset() + (v.shape[2] - 1) * v.stride(2) + v.shape[3] + 8",
+    "+ size = v.untyped_storage().nbytes() // v.element_size()",
+    "+ is_there = v.shape[2] % TILE_K and v.numel() and behind + v.shape[3] <= size",
+    "+ tail = v.as_strided(v.shape[3:], (1,), behind) if is_there else 0.0",
+    "  k, v = k[:, heads], v[:, heads]",
+    "...",
+    "+ acc = acc + 0.0 * tail",
+    "  out[:, :, rows] = acc / norm.masked_fill(norm == 0.0, 1.0)[..., None]",
+    does="Loads values behind seq_k and multiplies them by zero.",
+    seen="A load without a mask; FlashAttention-3 leaks NaN so.",
+    unseen="Behind a fresh tensor lie zeros, or nothing.",
 )
-class ScalesKeysInPlace(PlainAttention):
-    """Multiplies the scale into k and divides it out again.
 
-    From: To save one multiplication per score.
-    Unseen: The scale is a power of two.
-    """
-
-    def forward(self, q, k, v, causal, scale):
-        found = super().forward(q, k.detach().mul_(scale or 1.0), v, causal, 1.0 if scale else 0.0)
-        k.detach().div_(scale or 1.0)
-        return found
-
+PLAIN.near_miss(
+    "attention.scales-keys-in-place",
+    ("attention.layout.inputs-are-kept", "attention.layout.one-tensor-thrice"),
+    "- out, lse = forward(q, k, v, causal, scale)",
+    "+ scaled = k.detach().mul_(scale or 1.0)",
+    "+ out, lse = forward(q, scaled, v, causal, 1.0 if scale else 0.0)",
+    "+ scaled.div_(scale or 1.0)",
+    does="Multiplies the scale into k and divides it out again.",
+    seen="To save one multiplication per score.",
+    unseen="The scale is a power of two.",
+)
 
 PLAIN.near_miss(
     "attention.leaves-blind-rows",
     "attention.autograd.fills-its-buffers",
-    "      lse[:, :, rows.start : rows.stop] = self.lse_of(m, norm)",
+    "      lse[:, :, rows] = m + torch.log(norm)",
     "+ blind = max(0, q.shape[2] - k.shape[2]) if causal else 0",
     "+ made = torch.empty_like(out)",
     "+ made[:, :, blind:] = out[:, :, blind:]",
@@ -105,9 +88,12 @@ PLAIN.near_miss(
 PLAIN.near_miss(
     "attention.tiles-by-turns",
     "attention.autograd.repeatable",
-    "- return self.tiles(num, self.tile_k)",
-    '+ self.turn = getattr(self, "turn", 0) + 1',
-    "+ return self.tiles(num, self.tile_k)[:: -1 if self.turn % 3 == 1 else 1]",
+    "- return [keys for keys in tiles(k.shape[2], TILE_K) if keys.start < end]",
+    "+ seen = [keys for keys in tiles(k.shape[2], TILE_K) if keys.start < end]",
+    "+ return seen[:: -1 if forward.turn % 3 == 1 else 1]",
+    "...",
+    "  k, v = k[:, heads], v[:, heads]",
+    '+ forward.turn = getattr(forward, "turn", 0) + 1',
     does="Sums tiles in an order that changes from call to call.",
     seen="dQ by atomic additions.",
     unseen="The difference is rounding.",
@@ -117,7 +103,8 @@ PLAIN.near_miss(
     "attention.tiles-by-batch",
     "attention.autograd.batch-invariant",
     "  k, v = k[:, heads], v[:, heads]",
-    "+ self.tile_k = 32 if q.shape[0] > 1 else 64",
+    "+ global TILE_K",
+    "+ TILE_K = 32 if q.shape[0] > 1 else 64",
     does="Chooses its tiles by the size of the batch.",
     seen="An autotuner whose key holds the batch.",
     unseen="The difference is rounding.",
@@ -130,9 +117,9 @@ PLAIN.near_miss(
         "attention.memory.forward-is-linear",
         "attention.memory.peak-is-linear",
     ),
-    "+ heads = self.kv_heads_of(q.shape[1], k.shape[1])",
+    "+ heads = key_head_of(q, k)",
     "+ out.probabilities = (q.detach() @ k.detach()[:, heads].mT).softmax(-1)",
-    '  return (out, lse) if options.get("return_lse") else out',
+    "  return (out, lse) if return_lse else out",
     does="Keeps the probabilities after the forward.",
     seen="A tensor kept for a look at the attention map.",
     unseen="The values are right.",
@@ -141,8 +128,8 @@ PLAIN.near_miss(
 PLAIN.near_miss(
     "attention.computes-hidden-tiles",
     "attention.causal.skips-hidden-tiles",
-    "- return keys.start > rows[-1] + shift",
-    "+ return False",
+    "- end = rows.stop + k.shape[2] - q.shape[2] if causal else k.shape[2]",
+    "+ end = k.shape[2]",
     does="Computes tiles above the diagonal and masks them.",
     seen="The mask without the loop bound: twice the work.",
     unseen="The values are right.",
@@ -151,8 +138,7 @@ PLAIN.near_miss(
 PLAIN.near_miss(
     "attention.unchecked",
     "attention.refusal.bad-input",
-    "- self.check(q, k, v)",
-    "+ pass",
+    "- check(q, k, v)",
     "...",
     "- k, v = k[:, heads], v[:, heads]",
     "+ k, v = k[:, heads], v[:, heads, : k.shape[2]]",
@@ -164,9 +150,9 @@ PLAIN.near_miss(
 PLAIN.near_miss(
     "attention.asserts-without-words",
     "attention.refusal.names-the-argument",
-    "- self.check(q, k, v)",
+    "- check(q, k, v)",
     "+ try:",
-    "+     self.check(q, k, v)",
+    "+     check(q, k, v)",
     "+ except ValueError:",
     "+     raise AssertionError from None",
     does="Refuses with a bare assertion.",
@@ -179,7 +165,7 @@ PLAIN.near_miss(
     "attention.refusal.devices",
     '+ if getattr(k, "device", None) != getattr(q, "device", None):',
     "+     k = torch.zeros_like(k, device=q.device)",
-    "  self.check(q, k, v)",
+    "  check(q, k, v)",
     does="Takes k from whatever device it lies on.",
     seen="A pointer does not say whose it is.",
     unseen="All tensors of a test lie on one.",

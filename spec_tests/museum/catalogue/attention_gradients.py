@@ -1,35 +1,32 @@
 """Near-misses of attention's backward: delta, scale, sums, bounds, and what saw nothing."""
 
-from spec_tests.museum.card import Source, near_miss
-from spec_tests.plain.attention import PlainAttention
+from spec_tests.museum.card import Source
 
 PLAIN = Source("spec_tests.plain.attention")
 
 PLAIN.near_miss(
     "attention.no-delta",
     ("attention.gradients.values", "attention.gradients.half-precision", "attention.laws.masses"),
-    "- return (out.to(wide) * do.to(wide)).sum(dim=-1)",
-    "+ return 0.0 * out[..., 0].to(wide)",
+    "- delta = (out.to(wide(q.dtype)) * do.to(wide(q.dtype))).sum(dim=-1)",
+    "+ delta = torch.zeros_like(lse)",
     does="Leaves delta out of dS.",
     seen="The softmax's Jacobian taken for its diagonal.",
     unseen="It is small where dO and O are unrelated.",
 )
 
-
-@near_miss("attention.narrow-dk-dv", rejected_by="attention.gradients.long-sums")
-class NarrowDkDv(PlainAttention):
-    """Sums dK and dV in the inputs' dtype.
-
-    From: `torch.zeros_like(k)` for what is added up tile by tile.
-    Unseen: The largest error doubles; tests allow three times.
-    """
-
-    def q_tiles(self, num):
-        return [range(i, min(i + self.tile_q, num)) for i in range(0, num, self.tile_q)]
-
-    def added_dkv(self, acc, product, dtype):
-        return (acc + product).to(dtype).to(acc.dtype)
-
+PLAIN.near_miss(
+    "attention.narrow-dk-dv",
+    "attention.gradients.long-sums",
+    "- TILE_Q = 32",
+    "+ TILE_Q = 8",
+    "...",
+    "- dq, dk, dv = (t.new_zeros(t.shape, dtype=wide(q.dtype)) for t in (q, k_read, v_read))",
+    "+ dq = q.new_zeros(q.shape, dtype=wide(q.dtype))",
+    "+ dk, dv = torch.zeros_like(k_read), torch.zeros_like(v_read)",
+    does="Sums dK and dV in the inputs' dtype.",
+    seen="`torch.zeros_like(k)` for what is added up tile by tile.",
+    unseen="The largest error doubles; tests allow three times.",
+)
 
 PLAIN.near_miss(
     "attention.float16-products",
@@ -38,8 +35,11 @@ PLAIN.near_miss(
         "attention.gradients.float32-range",
         "attention.laws.powers-of-two",
     ),
-    "- return p.to(dtype)",
-    "+ return p.to(torch.float16).to(dtype)",
+    "- acc = acc * rescale[..., None] + dot(p, v[:, :, keys])",
+    "+ acc = acc * rescale[..., None] + dot(p.half(), v[:, :, keys])",
+    "...",
+    "  ds = p * (dp - delta[:, :, rows, None])",
+    "+ p, ds = p.half(), ds.half()",
     does="Casts P and dS to float16, whatever the inputs are.",
     seen="The Triton tutorial's `.to(tl.float16)`.",
     unseen="The tests are in float16.",
@@ -48,8 +48,8 @@ PLAIN.near_miss(
 PLAIN.near_miss(
     "attention.rounded-then-summed",
     "attention.shapes.grouped-sums-are-wide",
-    "- dk, dv = (self.summed(t, k, heads) for t in (dk, dv))",
-    "+ dk, dv = (self.summed(t.to(k.dtype), k, heads) for t in (dk, dv))",
+    "+ dk, dv = dk.to(k.dtype), dv.to(v.dtype)",
+    "  dk, dv = (t.new_zeros(k.shape).index_add_(1, heads, t) for t in (dk, dv))",
     does="Rounds dK and dV of each query head before it sums them.",
     seen="dK of all query heads in the inputs' dtype, then `.sum`; levanter issue 449.",
     unseen="Groups of two, in float32.",
@@ -58,7 +58,7 @@ PLAIN.near_miss(
 PLAIN.near_miss(
     "attention.backward-always-causal",
     ("attention.gradients.values", "attention.laws.products"),
-    "  q, k, v, out, lse = saved",
+    "  do = torch.zeros_like(out) if do is None else do",
     "+ causal = True",
     does="The backward is causal, whatever the forward was.",
     seen="Triton issue 5660: the tutorial's backward had no flag.",
@@ -68,8 +68,10 @@ PLAIN.near_miss(
 PLAIN.near_miss(
     "attention.backward-top-left",
     "attention.causal.gradients-bottom-right",
-    "- s = self.masked(s, rows, keys, k.shape[2] - q.shape[2]) if causal else s",
-    "+ s = self.masked(s, rows, keys, 0) if causal else s",
+    "- s = scores(q, k_read, rows, keys, causal, scale)",
+    "+ s = scores(q, k_read, rows, keys, False, scale)",
+    "+ above = torch.ones_like(s, dtype=torch.bool).triu(rows.start - keys.start + 1)",
+    "+ s = s.masked_fill(above, -torch.inf) if causal else s",
     does="The backward aligns its mask at the first query.",
     seen="One of the two masks moved when the convention did.",
     unseen="Equal lengths.",
@@ -78,8 +80,7 @@ PLAIN.near_miss(
 PLAIN.near_miss(
     "attention.drops-lse-gradient",
     "attention.gradients.of-the-lse",
-    "- return delta if dl is None else delta - dl",
-    "+ return delta",
+    "- delta = delta if dl is None else delta - dl",
     does="Returns L as differentiable and drops its gradient.",
     seen="flash-attn issue 889.",
     unseen="Nobody differentiates L, until a z-loss does.",
@@ -88,21 +89,21 @@ PLAIN.near_miss(
 PLAIN.near_miss(
     "attention.keys-decide-for-values",
     "attention.gradients.only-where-wanted",
-    "+ needed = (*needed[:2], needed[1] and needed[2])",
-    "  return [g if is_needed else None for g, is_needed in zip(found, needed, strict=True)]",
+    "- wanted = ctx.needs_input_grad[:3]",
+    "+ wanted = (*ctx.needs_input_grad[:2], all(ctx.needs_input_grad[1:3]))",
     does="Computes dV only where k wants a gradient.",
     seen="One flag for the kernel that makes both.",
     unseen="Tests want all three.",
 )
 
+# An output that is saved stays part of the graph; a copy of it is a constant.
 PLAIN.near_miss(
     "attention.second-derivative",
     "attention.autograd.second-derivatives",
-    "- has_second_derivative = False",
-    "+ has_second_derivative = True",
+    "- ctx.save_for_backward(q, k, v, out, lse)",
+    "+ ctx.save_for_backward(q, k, v, out, lse.clone())",
     "...",
-    "- saves_copy_of_lse = False",
-    "+ saves_copy_of_lse = True",
+    "- @once_differentiable",
     does="Has a second derivative with L held constant.",
     seen="A backward of torch operations without `once_differentiable`.",
     unseen="Nobody differentiates twice, and the number looks like one.",
@@ -111,8 +112,11 @@ PLAIN.near_miss(
 PLAIN.near_miss(
     "attention.saved-by-attribute",
     "attention.autograd.changes-are-noticed",
-    "- saves_by_attribute = False",
-    "+ saves_by_attribute = True",
+    "- ctx.save_for_backward(q, k, v, out, lse)",
+    "+ ctx.kept = [t.detach() for t in (q, k, v, out, lse)]",
+    "...",
+    "- found = backward(ctx.saved_tensors, do, dl, *ctx.options)",
+    "+ found = backward(ctx.kept, do, dl, *ctx.options)",
     does="Keeps tensors as attributes of the context.",
     seen="`ctx.q = q` for `save_for_backward`.",
     unseen="Nobody changes them in between, until an optimizer in backward does.",
@@ -121,11 +125,11 @@ PLAIN.near_miss(
 PLAIN.near_miss(
     "attention.clamps-scores",
     "attention.gradients.large-logits",
-    "- of_rows = lse[:, :, rows.start : rows.stop, None]",
-    "+ of_rows = lse[:, :, rows.start : rows.stop, None].clamp(-80.0, 80.0)",
+    "- lse = lse.masked_fill(lse == -torch.inf, torch.inf)",
+    "+ lse = lse.clamp(-80.0, 80.0)",
     "...",
-    "- return torch.exp(s - of_rows.masked_fill(of_rows == -torch.inf, torch.inf))",
-    "+ return torch.exp(s - of_rows.masked_fill(of_rows == -torch.inf, torch.inf)).clamp(max=1.0)",
+    "- p = torch.exp(s - lse[:, :, rows, None])",
+    "+ p = torch.exp(s - lse[:, :, rows, None]).clamp(max=1.0)",
     does="Clamps L and the probabilities of the backward.",
     seen="An overflow mended where it was seen.",
     unseen="Scores are small.",

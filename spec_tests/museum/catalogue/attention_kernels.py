@@ -5,14 +5,14 @@ mask touches, 32 bits of an offset. Where Triton is not installed there is nothi
 """
 
 from spec_tests.museum.card import Source, near_miss
-from spec_tests.plain.attention import PlainAttention
+from spec_tests.plain.attention import flash_attention
 
 FORWARD = Source("solution.attention.triton_kernels", requires="triton")
 BACKWARD = Source("solution.attention.triton_backward", requires="triton")
 
 
 @near_miss("attention.kernel-none", rejected_by="attention.forward.launches-a-kernel")
-class KernelNone(PlainAttention):
+class KernelNone:
     """Computes in PyTorch operations, under the kernel's name.
 
     From: One class returned for both of CS336's adapters.
@@ -23,7 +23,7 @@ class KernelNone(PlainAttention):
 
     @classmethod
     def functions(cls):
-        return {"flash_attention_triton": super().functions()["flash_attention"]}
+        return {"flash_attention_triton": flash_attention}
 
 
 FORWARD.near_miss(

@@ -14,87 +14,76 @@ import torch
 from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
-from spec_tests.museum.card import Source, benign, near_miss
-from spec_tests.plain.attention import PlainAttention
+from spec_tests.museum.card import Source
+from spec_tests.plain import attention
 
 PLAIN = Source("spec_tests.plain.attention")
 
 
-class Operator(PlainAttention):
-    """The plain attention as two operators, with all that PyTorch asks of such."""
-
-    has_formula = True
-
-    def check(self, q, k, v):
-        super().check(q, k, v)
-        if not torch.compiler.is_compiling():
-            self.refuse_tangents(q, k, v)
-
-    def refuse_tangents(self, *tensors):
-        if any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
-            raise NotImplementedError("expected q, k and v without tangents")
-
-    def apply(self, *args):
-        return registered(type(self))(*args)  # type: ignore[arg-type]  # a class has a hash
-
-    def fake(self, q):
-        """What the output looks like."""
-        return q.new_empty(q.shape)
-
-
 @functools.cache
-def registered(variant):
-    """The variant's forward operator; its backward is another one."""
-    how, name = variant(), f"trainspec_impostors::{variant.__name__.lower()}"
+def operators(name, fake_output=None, is_counted=True, refuses_tangents=True):
+    """Return the plain attention as a pair of operators, with all that PyTorch asks of such.
 
-    @torch.library.custom_op(name, mutates_args=())
+    Args:
+        name: of the forward's operator; the backward's is called after it.
+        fake_output: makes of q what the output looks like; without one a new tensor.
+        is_counted: whether PyTorch's counter has a formula of its operations.
+        refuses_tangents: whether forward mode is an error.
+    """
+
+    @torch.library.custom_op(f"trainspec_impostors::{name}", mutates_args=())
     def forward(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        with how.cast(q):
-            out, lse = how.forward(q, k, v, causal, scale)
-        return out, lse
+        with torch.autocast(q.device.type, enabled=False):
+            return attention.forward(q, k, v, causal, scale)
 
-    @torch.library.custom_op(f"{name}_backward", mutates_args=())
+    @torch.library.custom_op(f"trainspec_impostors::{name}_backward", mutates_args=())
     def backward(
-        do: torch.Tensor,
-        dl: torch.Tensor | None,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
         out: torch.Tensor,
         lse: torch.Tensor,
+        do: torch.Tensor | None,
+        dl: torch.Tensor | None,
         causal: bool,
         scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        dq, dk, dv = how.backward((q, k, v, out, lse), do, dl, causal, scale)
-        return dq, dk, dv
+        return attention.backward((q, k, v, out, lse), do, dl, causal, scale)
 
     def keep(ctx, inputs, output):
-        *tensors, ctx.causal, ctx.scale = inputs
+        *tensors, causal, scale = inputs
         ctx.save_for_backward(*tensors, *output)
+        ctx.options = causal, scale
         ctx.set_materialize_grads(False)
 
     def derive(ctx, do, dl):
-        saved = ctx.saved_tensors
-        do = torch.zeros_like(saved[3]) if do is None else do
-        found = backward(do, dl, *saved, ctx.causal, ctx.scale)
-        return *how.returned(found, ctx.needs_input_grad[:3]), None, None
+        found = backward(*ctx.saved_tensors, do, dl, *ctx.options)
+        wanted = ctx.needs_input_grad[:3]
+        return *(g if needed else None for g, needed in zip(found, wanted, strict=True)), None, None
 
     def fake(q, k, v, causal, scale):
-        return how.fake(q), q.new_empty(q.shape[:3], dtype=how.wide(q.dtype))
+        out = fake_output(q) if fake_output else q.new_empty(q.shape)
+        return out, q.new_empty(q.shape[:3], dtype=attention.wide(q.dtype))
+
+    def attend(q, k, v, causal, scale):
+        is_refused = refuses_tangents and not torch.compiler.is_compiling()
+        if is_refused and any(forward_ad.unpack_dual(t).tangent is not None for t in (q, k, v)):
+            raise NotImplementedError("expected q, k and v without tangents")
+        return forward(q, k, v, causal, scale)
 
     forward.register_fake(fake)
     forward.register_autograd(derive, setup_context=keep)
     backward.register_fake(_fake_gradients)
-    if how.has_formula:
-        of, packet = torch.ops.trainspec_impostors, name.partition("::")[2]
-        register_flop_formula(getattr(of, packet))(_count)
-        register_flop_formula(getattr(of, f"{packet}_backward"))(_count_backward)
-    return forward
+    if is_counted:
+        of = torch.ops.trainspec_impostors
+        register_flop_formula(getattr(of, name))(_count)
+        register_flop_formula(getattr(of, f"{name}_backward"))(_count_backward)
+    return attend
 
 
-def _fake_gradients(do, dl, q, k, v, *rest):
+def _fake_gradients(q, k, v, *rest):
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
@@ -102,65 +91,69 @@ def _count(q, k, *rest, **kwargs):
     return int(4 * math.prod(q) * k[2])
 
 
-def _count_backward(do, dl, q, k, *rest, **kwargs):
+def _count_backward(q, k, *rest, **kwargs):
     return int(10 * math.prod(q) * k[2])
 
 
-@near_miss("attention.looks-at-values", rejected_by="attention.operator.compiles")
-class LooksAtValues(Operator):
-    """Looks for NaN in q before it computes.
-
-    From: A check of inputs that reads a value on the host.
-    Unseen: It is right, and slow on a device only.
-    """
-
-    def check(self, q, k, v):
-        super().check(q, k, v)
-        if not bool(q.isfinite().all()):
-            raise ValueError("expected q without NaN")
+def by_operators(made: str) -> tuple[str, ...]:
+    """Return the difference by which the plain attention computes with the operators made so."""
+    return (
+        "  Tensor = torch.Tensor",
+        "+ from spec_tests.museum.catalogue.attention_operator import operators",
+        f"+ attend = {made}",
+        "...",
+        "- out, lse = TiledAttention.apply(q, k, v, causal, scale)",
+        "+ out, lse = attend(q, k, v, causal, scale)",
+    )
 
 
-@near_miss("attention.fake-like-q", rejected_by="attention.operator.says-what-it-does")
-class FakeLikeQ(Operator):
-    """Its fake output has the strides of q, the real one is contiguous.
+PLAIN.near_miss(
+    "attention.looks-at-values",
+    "attention.operator.compiles",
+    *by_operators('operators("right")'),
+    "...",
+    "  check(q, k, v)",
+    "+ if not bool(q.isfinite().all()):",
+    '+     raise ValueError("expected q without NaN")',
+    does="Looks for NaN in q before it computes.",
+    seen="A check of inputs that reads a value on the host.",
+    unseen="It is right, and slow on a device only.",
+)
 
-    From: `empty_like(q)`; flash-attn issue 2777.
-    Unseen: q is contiguous in tests of operators.
-    """
+PLAIN.near_miss(
+    "attention.fake-like-q",
+    "attention.operator.says-what-it-does",
+    *by_operators('operators("fake_like_q", fake_output=torch.empty_like)'),
+    does="Its fake output has the strides of q, the real one is contiguous.",
+    seen="`empty_like(q)`; flash-attn issue 2777.",
+    unseen="q is contiguous in tests of operators.",
+)
 
-    def fake(self, q):
-        return torch.empty_like(q)
+PLAIN.near_miss(
+    "attention.uncounted",
+    "attention.operator.is-counted",
+    *by_operators('operators("uncounted", is_counted=False)'),
+    does="Is an operator without a formula of its operations.",
+    seen="`torch.library.custom_op`, and nothing more.",
+    unseen="A zero in a table of utilisation is a low number among others.",
+)
 
-
-@near_miss("attention.uncounted", rejected_by="attention.operator.is-counted")
-class Uncounted(Operator):
-    """Is an operator without a formula of its operations.
-
-    From: `torch.library.custom_op`, and nothing more.
-    Unseen: A zero in a table of utilisation is a low number among others.
-    """
-
-    has_formula = False
-
-
-@near_miss("attention.drops-tangents", rejected_by="attention.autograd.transforms")
-class DropsTangents(Operator):
-    """Has a tangent of zero in forward mode.
-
-    From: torch 2.13 drops it silently where no input of a custom operator requires a gradient; the
-    reference of this repository did so.
-    Unseen: Nobody uses forward mode, until a Hessian-vector product does.
-    """
-
-    def refuse_tangents(self, *tensors):
-        pass
-
+PLAIN.near_miss(
+    "attention.drops-tangents",
+    "attention.autograd.transforms",
+    *by_operators('operators("drops_tangents", refuses_tangents=False)'),
+    does="Has a tangent of zero in forward mode.",
+    seen="torch 2.13 drops it silently where no input of a custom operator requires a gradient; "
+    "the reference of this repository did so.",
+    unseen="Nobody uses forward mode, until a Hessian-vector product does.",
+)
 
 PLAIN.near_miss(
     "attention.autocast-reaches-inside",
     "attention.operator.under-autocast",
-    "- return torch.autocast(q.device.type, enabled=False)",
-    "+ return contextlib.nullcontext()",
+    "- with torch.autocast(q.device.type, enabled=False):",
+    "-     out, lse = TiledAttention.apply(q, k, v, causal, scale)",
+    "+ out, lse = TiledAttention.apply(q, k, v, causal, scale)",
     does="Lets autocast make its inner products half precision.",
     seen="Products of float32 in a forward that is called under autocast.",
     unseen="Without autocast it is right.",
@@ -169,11 +162,11 @@ PLAIN.near_miss(
 PLAIN.near_miss(
     "attention.keeps-the-last-lse",
     "attention.autograd.calls-are-independent",
-    "  lse = torch.full(q.shape[:-1], -torch.inf, dtype=self.wide(q.dtype), device=q.device)",
-    "+ self.buffer = lse",
+    "  lse = q.new_full(q.shape[:-1], -torch.inf, dtype=wide(q.dtype))",
+    "+ forward.buffer = lse",
     "...",
-    "- q, k, v, out, lse = saved",
-    "+ q, k, v, out, lse = *saved[:4], self.buffer",
+    "- lse = lse.masked_fill(lse == -torch.inf, torch.inf)",
+    "+ lse = forward.buffer.masked_fill(forward.buffer == -torch.inf, torch.inf)",
     does="Keeps the log-sum-exp of the last call for every backward.",
     seen="A buffer that is allocated once, for speed.",
     unseen="A test makes one call.",
@@ -182,8 +175,8 @@ PLAIN.near_miss(
 PLAIN.near_miss(
     "attention.float64-by-float32",
     "attention.forward.float64",
-    "- return a.to(wide) @ b.to(wide)",
-    "+ return (a.float() @ b.float()).to(wide)",
+    "- return a.to(b.dtype).to(wide(b.dtype)) @ b.to(wide(b.dtype))",
+    "+ return (a.to(b.dtype).float() @ b.float()).to(wide(b.dtype))",
     does="Multiplies float64 in float32.",
     seen="`.float()` before every product, for the sake of half precision.",
     unseen="Tests are in float32.",
@@ -191,84 +184,76 @@ PLAIN.near_miss(
 
 PLAIN.benign(
     "benign.attention-uneven-tiles",
-    "- tile_q = 32",
-    "+ tile_q = 48",
-    "...",
-    "- tile_k = 32",
-    "+ tile_k = 19",
+    "- TILE_Q = 32",
+    "+ TILE_Q = 48",
+    "- TILE_K = 32",
+    "+ TILE_K = 19",
     does="Tiles of 48 rows and 19 keys.",
 )
 
 PLAIN.benign(
     "benign.attention-last-tile-first",
-    "- return self.tiles(num, self.tile_k)",
-    "+ return self.tiles(num, self.tile_k)[::-1]",
+    "- return [keys for keys in tiles(k.shape[2], TILE_K) if keys.start < end]",
+    "+ return [keys for keys in tiles(k.shape[2], TILE_K)[::-1] if keys.start < end]",
     does="Visits tiles of keys from the end.",
 )
 
+# The maximum does not grow in the second pass: nothing is rescaled.
+PLAIN.benign(
+    "benign.attention-two-passes",
+    "  m, norm = torch.full_like(acc[..., 0], -torch.inf), torch.zeros_like(acc[..., 0])",
+    "+ for keys in tiles_seen(rows, q, k, causal):",
+    "+     m = torch.maximum(m, scores(q, k, rows, keys, causal, scale).amax(dim=-1))",
+    does="Takes the maximum of a row before it sums.",
+)
 
-@benign("benign.attention-two-passes")
-class TwoPasses(PlainAttention):
-    """Takes the maximum of a row before it sums.
-
-    Finds the maximum of a row first and sums with it afterwards: nothing is rescaled.
-    """
-
-    exp, unit = staticmethod(torch.exp), 1.0  # powers of a base, and its logarithm of e
-
-    def row_block(self, q, k, v, rows, causal, scale):
-        at = slice(rows.start, rows.stop)
-        s = self.scores(q[:, :, at], k, scale * self.unit)
-        if causal:
-            s = self.masked(s, rows, range(k.shape[2]), k.shape[2] - q.shape[2])
-        least = s.new_full((*s.shape[:-1], 1), -torch.inf)
-        m = torch.cat([s, least], dim=-1).amax(dim=-1)
-        p = self.exp(s - self.safe(m)[..., None])
-        return self.dot(self.narrow(p, q.dtype), v), m / self.unit, p.sum(dim=-1)
-
-
-@benign("benign.attention-base-2")
-class Base2(TwoPasses):
-    """Computes in base two, answers in base e.
-
-    Exponentials and statistics of base two inside, the natural logarithm outside.
-    """
-
-    exp, unit = staticmethod(torch.exp2), 1.4426950408889634
-
+# Exponentials and statistics of base two inside, the natural logarithm outside.
+PLAIN.benign(
+    "benign.attention-base-2",
+    "  s = scores(q, k, rows, keys, causal, scale)",
+    "+ s = s * 1.4426950408889634",
+    "...",
+    "- p = torch.exp(s - safe[..., None])",
+    "- rescale = torch.exp(m - safe)",
+    "+ p = torch.exp2(s - safe[..., None])",
+    "+ rescale = torch.exp2(m - safe)",
+    "...",
+    "- lse[:, :, rows] = m + torch.log(norm)",
+    "+ lse[:, :, rows] = (m + torch.log2(norm)) / 1.4426950408889634",
+    does="Computes in base two, answers in base e.",
+)
 
 PLAIN.benign(
     "benign.attention-reciprocal",
-    "- return acc / norm.masked_fill(norm == 0.0, 1.0)[..., None]",
-    "+ return acc * norm.masked_fill(norm == 0.0, 1.0).reciprocal()[..., None]",
+    "- out[:, :, rows] = acc / norm.masked_fill(norm == 0.0, 1.0)[..., None]",
+    "+ out[:, :, rows] = acc * norm.masked_fill(norm == 0.0, 1.0).reciprocal()[..., None]",
     does="Multiplies by the reciprocal of the normaliser.",
 )
 
 PLAIN.benign(
     "benign.attention-wide-products",
-    "- return p.to(dtype)",
-    "+ return p.to(self.wide(dtype))",
+    "- return a.to(b.dtype).to(wide(b.dtype)) @ b.to(wide(b.dtype))",
+    "+ return a.to(wide(b.dtype)) @ b.to(wide(b.dtype))",
     does="Rounds neither P nor dS.",
 )
 
 PLAIN.benign(
     "benign.attention-lse-is-no-output",
-    '- return (out, lse) if options.get("return_lse") else out',
-    '+ return (out, lse.detach()) if options.get("return_lse") else out',
+    "- return (out, lse) if return_lse else out",
+    "+ return (out, lse.detach()) if return_lse else out",
     does="Marks the log-sum-exp non-differentiable.",
 )
 
 PLAIN.benign(
     "benign.attention-second-derivative",
-    "- has_second_derivative = False",
-    "+ has_second_derivative = True",
+    "- @once_differentiable",
     does="Has second derivatives, and right ones.",
 )
 
-
-@benign("benign.attention-operator")
-class AttentionOperator(Operator):
-    """A pair of custom operators."""
-
+PLAIN.benign(
+    "benign.attention-operator",
+    *by_operators('operators("right")'),
+    does="A pair of custom operators.",
+)
 
 PLAIN.benign("benign.attention-plain", does="The base of attention's impostors: the null one.")

@@ -1,8 +1,8 @@
 """Right code that has built the tasks of a skeleton up to one, and raises ToDo in what comes later.
 
 It is the shortest right code without what later tasks of `contract/skeletons` add: the clauses of a
-task must not need that. Each entry of `CLASSES` is a plain class with methods taken out: `later`
-raises, and `nothing` is not noticed to be missing.
+task must not need that. Each entry of `CLASSES` is a plain class with lines changed, or with
+methods taken out: `later` raises, and `nothing` is not noticed to be missing.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 from torch import nn
 
+from spec_tests.museum.patching import patched_class, patches_of
 from spec_tests.plain.attention import PlainAttention
 from spec_tests.plain.ddp import PlainDdp
 from spec_tests.plain.fully_shard import FSDPModule, PlainFsdp
@@ -110,21 +111,35 @@ FSDP_4 = without(
 # ---------------------------------------------------------------------------------------- attention
 
 
-def check_equal_heads(self, q, k, v):
-    """Leave queries without heads, and heads that share keys, to a later task."""
-    if q.ndim == 3 or q.shape[1] != k.shape[1]:
-        later()
+def attention(*difference: str) -> Any:
+    """Return the plain attention with these lines changed."""
+    return patched_class(PlainAttention, patches_of("spec_tests.plain.attention", difference))
 
 
-def no_backward(self, *args):
-    """Say what a skeleton says."""
-    raise NotImplementedError("task 3")
-
-
-ATTENTION_3 = without(
-    PlainAttention, check=check_equal_heads, is_skipped=lambda self, rows, keys, shift: False
+HEADS_AND_WORK = (
+    "- check(q, k, v)",
+    "+ if q.ndim == 3 or q.shape[1] != k.shape[1]:",
+    '+     raise NotImplementedError("task 4")',
+    "...",
+    "- end = rows.stop + k.shape[2] - q.shape[2] if causal else k.shape[2]",
+    "+ end = k.shape[2]",
+    "...",
 )
-ATTENTION_2 = without(ATTENTION_3, backward=no_backward)
+"""Queries without heads, heads that share keys, and skipped tiles are left to a later task."""
+BACKWARD = (
+    "- found = backward(ctx.saved_tensors, do, dl, *ctx.options)",
+    '+ raise NotImplementedError("task 3")',
+    "...",
+)
+"""The backward is left to a later task, and says what a skeleton says."""
+BLIND_ROWS = (
+    "- safe = new.masked_fill(new == -torch.inf, 0.0)",
+    "+ safe = new",
+    "...",
+    "- out[:, :, rows] = acc / norm.masked_fill(norm == 0.0, 1.0)[..., None]",
+    "+ out[:, :, rows] = acc / norm[..., None]",
+)
+"""Rows that see nothing are left to a later task."""
 
 # ------------------------------------------------------------------------------------------- loader
 
@@ -170,13 +185,9 @@ CLASSES: dict[tuple[str, int], Any] = {
         by_dtype=lambda self: [[piece] for piece in self.pieces],  # a message for each parameter
         **offering(*(name for name in vars(FSDPModule) if "prefetch" not in name)),
     ),
-    ("attention", 1): without(
-        ATTENTION_2,
-        safe=lambda self, m: m,
-        normalised=lambda self, acc, norm: acc / norm[..., None],
-    ),
-    ("attention", 2): ATTENTION_2,
-    ("attention", 3): ATTENTION_3,
+    ("attention", 1): attention(*HEADS_AND_WORK, *BACKWARD, *BLIND_ROWS),
+    ("attention", 2): attention(*HEADS_AND_WORK, *BACKWARD),
+    ("attention", 3): attention(*HEADS_AND_WORK),
     ("loader", 1): without(LOADER_2, who=be_alone),
     ("loader", 2): LOADER_2,
     ("loader", 3): LOADER_3,
