@@ -10,8 +10,10 @@ Steps
     2. Pre-forward: all-gather the unit's rows, register full parameters in their place.
     3. Post-forward: register the shards again and empty the storage of the full parameters. What
        autograd saved are views of that storage, so a second gather makes them valid again.
-    4. Pre-backward, a hook on the outputs: gather again, and prefetch the unit that comes next.
-    5. Post-backward, an autograd node on the inputs: reduce-scatter the full gradients, divide by
+    4. Pre-backward, a hook on the outputs: gather again, and prefetch the unit before it in forward
+       order, which comes next in backward.
+    5. Post-backward, an autograd node on the inputs. It runs when their gradients are there, and so
+       are those of the parameters, which come earlier: reduce-scatter the full ones, divide by
        the number of ranks, add to `.grad` of the shards, free. A callback at the end of backward
        does so for units whose inputs need no gradient.
     Without synchronisation, gradients wait unreduced beside a placeholder of zeros in `.grad`. A
@@ -78,7 +80,10 @@ class PostBackward(torch.autograd.Function):
 
 
 class Unit:
-    """The parameters below one module that no unit further down has taken."""
+    """The parameters below one module that no unit further down has taken.
+
+    Never used alone: `PlainFsdp` adds casts, loads and recovery, and marks modules as units.
+    """
 
     def __init__(
         self,
@@ -91,9 +96,9 @@ class Unit:
         self.module, self.mesh, self.policy = module, mesh, policy
         self.reshard_after_forward = reshard_after_forward
         self.ignored = {id(parameter) for parameter in ignored}
-        self.flying: Any = None
+        self.flying: Any = None  # the version, and the messages of a gather that is under way
         self.is_unsharded = False
-        self.gathered: Any = None
+        self.gathered: Any = None  # the version of the shards that the full parameters are of
         self.group = mesh.get_group(mesh.ndim - 1)
         self.replicas = mesh.get_group(0) if mesh.ndim == 2 else None
         self.pieces = [self.shard(p, places) for p, places in self.managed().items()]
@@ -225,6 +230,7 @@ class Unit:
             piece.full = nn.Parameter(values.clone(), requires_grad=piece.parameter.requires_grad)
             return
         piece.full.untyped_storage().resize_(values.numel() * values.element_size())
+        # Or autograd takes the second gather for a modification of what it saved.
         with torch.autograd._unsafe_preserve_version_counter(piece.full):
             piece.full.copy_(values)
 
@@ -320,7 +326,7 @@ class Unit:
         trainable = [p for p in self.pieces if p.parameter.requires_grad]
         arrived = [p for p in trainable if p.full is not None and p.full.grad is not None]
         if trainable and not arrived:
-            return  # used again further up, or not at all: the end of backward sees to it
+            return  # a later node of the same unit brings some, or the end of backward does
         self.take_gradients(arrived)
         if self.reshard_after_backward:
             self.reshard()

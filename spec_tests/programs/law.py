@@ -25,7 +25,7 @@ from spec_tests.programs.laws import refusal
 from spec_tests.programs.pieces import put_together
 from spec_tests.programs.scene import AXIS_OF, OPTIMIZER, REPLICAS, SHARDS, TRAINERS, Scene
 from spec_tests.programs.state import State
-from spec_tests.programs.stepped import Divided, Stepped
+from spec_tests.programs.stepped import ADDED, Divided, Stepped
 from spec_tests.programs.ways import WAYS
 from spec_tests.programs.words import MEANS
 from spec_tests.rig import judge
@@ -281,7 +281,7 @@ def judge_updates(ranks: Sequence[Any], situation: str) -> None:
                 hints=[
                     Hint(
                         "the weight before this call: nobody updated it, or it never arrived",
-                        before,
+                        {name: torch.full_like(weights[name], ADDED) for name in names} | before,
                     ),
                     Hint("the initial weight: it was never updated", never),
                 ],

@@ -22,6 +22,9 @@ from spec_tests.rig.judge.oracle import Named
 from spec_tests.rig.ranks.rank import Context
 from spec_tests.rig.toys import TOYS, integers
 
+ADDED = 2.0
+"""The weights of a group that is added."""
+
 
 class Stepped:
     """A toy's parameters with an optimizer over them; here the plain one, which is the oracle."""
@@ -85,14 +88,19 @@ class Stepped:
             self.optimizer.step(closure)
 
     def rate(self, factor: str) -> None:
-        self.optimizer.param_groups[0]["lr"] *= float(factor)
+        first = next(iter(self.optimizer.param_groups), {})
+        if "lr" not in first:
+            raise LookupError(f"expected a rate in param_groups[0]['lr'], got keys {[*first]}")
+        first["lr"] *= float(factor)
 
     def decay(self) -> None:
         for group in self.optimizer.param_groups:
             group["weight_decay"] = 0.25
 
     def add_group(self) -> None:
-        more = [nn.Parameter(torch.full((n, 3), 2.0, dtype=self.scene["weights"])) for n in (2, 5)]
+        more = [
+            nn.Parameter(torch.full((n, 3), ADDED, dtype=self.scene["weights"])) for n in (2, 5)
+        ]
         self.parameters |= {f"more.{n}": parameter for n, parameter in enumerate(more)}
         self.optimizer.add_param_group({"params": more, "lr": 2.0**-5})
 

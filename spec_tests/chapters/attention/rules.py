@@ -89,7 +89,7 @@ def bounds(
 ) -> list[Bound]:
     """The rules for one tensor. `seen` has the dtype of the inputs, `ref` is float64."""
     if name == "L":
-        return [Bound("rule LSE", *_lse(seen, ref, tf32=tf32))]
+        return [Bound("largest error of L (rule LSE)", *_lse(seen, ref, tf32=tf32))]
     error, own, unit = _norm(seen.double() - ref), base.double() - ref, UNIT[seen.dtype]
     if seen.dtype in (torch.float32, torch.float64):
         # Of eleven bits are the scores, whatever is made of them.
@@ -98,17 +98,17 @@ def bounds(
         # The reference itself is float64: beside it, float64 gets its rounding once more.
         spare = 4.0 if seen.dtype == torch.float64 else 1.0
         rounded = (roundings + 8.0 * largest_lse) * unit * _norm(ref)
-        return [Bound("rule F32, norm of the error", error, spare * (4.0 * _norm(own) + rounded))]
+        return [Bound("norm of the error (rule F32)", error, spare * (4.0 * _norm(own) + rounded))]
     if name in ("dQ", "dK") and not gentle:
-        return [Bound("rule N2, norm of the error", error, 4.0 * _norm(own))]
+        return [Bound("norm of the error, by a plain attempt's (rule N2)", error, 4.0 * _norm(own))]
     roundings, factor = (1.25, 3.0) if name in GRADIENTS else (1.0, 2.0)
     stored = ref.to(seen.dtype)
     floor = 2.0 * _largest((stored + 0.3 - 0.3).double() - stored.double())
     most = factor * _largest(own) + floor
     return [
-        Bound("rule N1, norm of the error", error, roundings * unit * _norm(ref)),
-        Bound("rule N2, norm of the error", error, 1.25 * _norm(own)),
-        Bound("rule M, largest error", _largest(seen.double() - ref), most),
+        Bound("norm of the error, by the dtype (rule N1)", error, roundings * unit * _norm(ref)),
+        Bound("norm of the error, by a plain attempt's (rule N2)", error, 1.25 * _norm(own)),
+        Bound("largest error (rule M)", _largest(seen.double() - ref), most),
     ]
 
 

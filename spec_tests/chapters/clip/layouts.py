@@ -46,7 +46,8 @@ def whole(name: str, scale: float = 1.0) -> torch.Tensor:
 def norm(layout: Layout, order: float = 2.0, scale: float = 1.0) -> torch.Tensor:
     """The norm of all of them together."""
     every = [whole(name, scale).reshape(-1) for name, how in layout.items() if how != "none"]
-    return torch.linalg.vector_norm(torch.cat(every).double(), order)
+    flat = torch.cat([torch.zeros(1), *every])  # there may be none
+    return torch.linalg.vector_norm(flat.double(), order)
 
 
 def within() -> Tolerance:
@@ -103,14 +104,18 @@ def clip(
     scale: float = 1.0,
     poisoned: int | None = None,
     poison: float = math.nan,
+    frozen: str = "",
     **options: Any,
 ) -> dict[str, Any]:
     """Rank body: the norm that is returned, the whole gradients afterwards, and what was sent.
 
     Args:
         poisoned: the rank whose part of "a" holds `poison`.
+        frozen: the parameter that was frozen after its backward.
     """
     made = parameters(ctx, layout, scale)
+    for parameter in (made[name] for name in made if name == frozen):
+        parameter.requires_grad_(False)
     if ctx.rank == poisoned:
         local_part(made["a"])[0] = poison
     error = ""

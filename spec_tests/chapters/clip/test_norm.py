@@ -49,10 +49,11 @@ def is_global(ranks, layout, order=2.0, given=""):
     )
 
 
-@clause("clip.norm.global", source="contract: counts-once; " + ISSUES)
-def test_the_norm_is_that_of_the_whole_gradient(world):
+@clause("clip.norm.global", source="contract: counts-once, as-pytorch; " + ISSUES)
+@pytest.mark.parametrize("frozen", ["", "a"], ids=["all", "frozen-after-its-backward"])
+def test_the_norm_is_that_of_the_whole_gradient(world, frozen):
     """With sharded gradients every rank MUST get the norm of the whole gradient."""
-    is_global(world.run(clip, SHARDED), SHARDED)
+    is_global(world.run(clip, SHARDED, frozen=frozen), SHARDED)
 
 
 @clause(
@@ -239,9 +240,9 @@ def test_plain_and_sharded_gradients_count_together_or_are_refused(world):
     source="contract: as-pytorch; torch.nn.utils.clip_grad_norm_: None is left out",
     worlds=(2,),
 )
-def test_a_parameter_without_a_gradient_counts_nothing(world):
+@pytest.mark.parametrize("layout", [{**SHARDED, "d": "none"}, {"d": "none"}], ids=["one", "all"])
+def test_a_parameter_without_a_gradient_counts_nothing(world, layout):
     """A parameter whose gradient is None MUST count nothing and keep None."""
-    layout = {**SHARDED, "d": "none"}
     ranks = world.run(clip, layout, max_norm=1.0)
 
     is_global(ranks, layout)

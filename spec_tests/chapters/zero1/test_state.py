@@ -112,7 +112,7 @@ def test_no_rank_keeps_much_more_than_its_share(world):
             "counters and padding": PADDING_BYTES,
         },
         quantity="state",
-        likely="parameters are dealt by number and not by size, or nothing is divided",
+        likely="parameters are not dealt by size to all ranks, or nothing is divided",
     )
 
 

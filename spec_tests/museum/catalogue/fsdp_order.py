@@ -123,7 +123,8 @@ SHARD.near_miss(
 FSDP.near_miss(
     "fsdp.shares-prefetch",
     "fsdp.order.hints-change-no-bit",
-    '  """The parameters below one module that no unit further down has taken."""',
+    "  Never used alone: `PlainFsdp` adds casts, loads and recovery, and marks modules as units.",
+    '  """',
     "+ ahead = []",
     "...",
     "  if not self.is_unsharded and self.flying is None:",

@@ -178,6 +178,11 @@ def _difference(first: Event) -> str:
     return next(lines, "")
 
 
+def _finding(case: Event) -> str:
+    """Return the first line of a message behind the clause's sentence."""
+    return ([*case["message"].splitlines(), "", ""])[1]
+
+
 def _enumerated(names: Sequence[str], at_most: int | None) -> str:
     more = len(names) - at_most if at_most else 0
     return ", ".join(names[:at_most]) + (f" and {more} more" if more > 0 else "")
@@ -193,6 +198,9 @@ def render_failures(events: Sequence[Event], *, all_of: bool = False) -> str:
             if others:
                 named = _enumerated([case["case"] for case in others], None if all_of else 6)
                 text += f"\n({several(len(others), 'more case')}: {named})"
+                for case in others if all_of else ():
+                    if _finding(case) not in ("", _finding(first)):
+                        text += f"\n{case['case']}: {_finding(case)}"
             if len(cause.clauses) > 1 and not all_of:
                 text += f"\nthe same diagnosis in {', '.join(cause.clauses[1:])}"
             blocks.append(text)

@@ -67,7 +67,8 @@ class _Context(live.Context):
                 f"rank {self.rank} has left the body and nobody has waited for "
                 + "; ".join(left[:4])
                 + (f"; and {len(left) - 4} more" if len(left) > 4 else "")
-                + ". Call wait() on the handle before the result is used or the buffer reused"
+                + ". Call wait() on the handle before the result is used or the buffer reused; "
+                "or what calls it was not reached"
             )
         super().finish()
 
