@@ -88,7 +88,7 @@ class Stepped:
             self.optimizer.step(closure)
 
     def rate(self, factor: str) -> None:
-        first = next(iter(self.optimizer.param_groups), {})
+        first: dict[str, Any] = next(iter(self.optimizer.param_groups), {})
         if "lr" not in first:
             raise LookupError(f"expected a rate in param_groups[0]['lr'], got keys {[*first]}")
         first["lr"] *= float(factor)
