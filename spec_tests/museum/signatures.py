@@ -19,8 +19,7 @@ none ever is; such near-misses are counted apart, in no coverage. Last come pair
 two near-misses of different families fails, both unknown: how often what is named is of one of
 them. The lines below are what was named wrongly.
 
-The file says with which torch they were taken. Ids and symptoms are listed once, each finding is a
-pair of positions, so that the file stays small.
+The file says with which torch they were taken.
 """
 
 from __future__ import annotations

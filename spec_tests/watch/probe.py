@@ -44,7 +44,6 @@ from .link import Link, collectives_so_far, ended, forget, raised, script_line, 
 from .replay import Recording, finish
 from .window import Sample, Watched, Window, numbers, options_of, plain, tensors_of
 
-_EARLY = 32  # steps before which weights are looked at again
 _WATCHED = "TRAINSPEC_WATCHED"  # the process of this rank: what it starts is not watched
 
 
@@ -319,7 +318,6 @@ class Probe:
         grads = [p.grad for p in watched.parameters]
         norms = norms_of(grads)
         bad_names = not_finite(watched.entries, grads, norms)
-        is_early = watched.steps <= _EARLY
         watched.event = {}
         event = {
             "optimizer": watched.number,
@@ -329,7 +327,7 @@ class Probe:
             "options": options_of(groups),
             "loaded": self.loaded.pop(optimizer, None),
             "grads": [None if g is None else fingerprint(g) for g in grads],
-            "before": [fingerprint(p) for p in watched.parameters] if is_early else watched.last,
+            "before": watched.before(),
             "norms": [None if g is None else n for g, n in zip(grads, norms, strict=True)],
             "weights": [] if watched.steps else norms_of([*watched.parameters]),
             "bad": {"grads": bad_names, "before": watched.not_finite() if bad_names else []},

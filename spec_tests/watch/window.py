@@ -24,6 +24,7 @@ from .layout import (
 )
 from .link import script_line
 
+_EARLY = 32  # steps in which it shows what a script does to weights between two steps
 KEPT = 4096
 """Forwards, and losses, that are kept of one window."""
 # Their updates are by element: that of a shard is the shard of the update.
@@ -183,6 +184,12 @@ class Watched:
         names.tell_apart(labelled)
         self.entries = [names.entry(p, label) for label, p in labelled]
         return True
+
+    def before(self) -> list[Any]:
+        """Return the hashes of its parameters; later on, those that the last step left."""
+        if self.last and self.steps > _EARLY:
+            return self.last
+        return [fingerprint(p) for p in self.parameters]
 
     def not_finite(self) -> list[str]:
         """Return the names of its parameters that have numbers that are not finite."""

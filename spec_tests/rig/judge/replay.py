@@ -29,7 +29,7 @@ from weakref import WeakKeyDictionary
 from spec_tests.rig.clause import Clause
 from spec_tests.rig.judge import SITUATION, runner
 from spec_tests.rig.outcomes import LEVELS, Outcome
-from spec_tests.rig.ranks.errors import DIFFERS, NOT_HERE
+from spec_tests.rig.ranks.errors import DIFFERS, NOT_HERE, RankHung
 from spec_tests.rig.ranks.world import AnyPool, World, Worlds
 from spec_tests.rig.sim import shared
 from spec_tests.rig.target import Target
@@ -139,9 +139,9 @@ class History:
         earlier = self.seen.setdefault(world.worlds.pool(world.size, target, "gloo"), [])
         try:
             yield
-        except Exception as error:
+        except (Exception, RankHung) as error:
             if (
-                runner.outcome_of(error) is Outcome.FAILED
+                runner.outcome_of(error) in (Outcome.FAILED, Outcome.HANG)
                 and DIFFERS.partition(":")[0] not in str(error)
                 and earlier
                 and self._may_try(clause, target)
@@ -174,7 +174,7 @@ def _needed(cases: Cases, target: Target) -> Cases:
     return next((some for some in tries if not _passes(some, target)), cases)
 
 
-def _tell(error: Exception, clause: Clause, needed: Cases) -> None:
+def _tell(error: BaseException, clause: Clause, needed: Cases) -> None:
     here = SITUATION.get()
     before, ids = here.rerun, dict.fromkeys(each.id for each, _ in needed)
     here.rerun = before.replace(

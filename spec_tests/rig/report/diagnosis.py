@@ -80,37 +80,24 @@ def load(path: Path = PATH) -> Signatures:
     if not path.is_file():
         return Signatures("", {}, {}, {})
     kept = json.loads(path.read_text())
-    clauses, symptoms = kept["clauses"], kept["symptoms"]
-    found = {
-        name: {clauses[clause]: symptoms[shown] for clause, shown in pairs}
-        for name, (_, pairs) in kept["near_misses"].items()
-    }
-    does = {name: words for name, (words, _) in kept["near_misses"].items()}
+    near_misses = kept["near_misses"].items()
+    found = {name: own["fails"] for name, own in near_misses}
+    does = {name: own["does"] for name, own in near_misses}
     return Signatures(kept["torch"], found, does, kept["seconds"])
 
 
 def save(signatures: Signatures, path: Path = PATH) -> None:
-    """Write the file: a line for each list, one for each near-miss."""
-    clauses = sorted({clause for found in signatures.of.values() for clause in found})
-    symptoms = sorted({shown for found in signatures.of.values() for shown in found.values()})
-    at_clause, at_symptom = ({word: i for i, word in enumerate(w)} for w in (clauses, symptoms))
-    pairs = {
-        name: [[at_clause[clause], at_symptom[shown]] for clause, shown in found.items()]
-        for name, found in sorted(signatures.of.items())
+    """Write the file: a line for each clause and each near-miss, so that branches can be merged."""
+    near_misses = {
+        name: {"does": signatures.does[name], "fails": dict(sorted(found.items()))}
+        for name, found in signatures.of.items()
     }
-    lines = [
-        f"{json.dumps(name)}: {json.dumps([signatures.does[name], own], separators=(',', ':'))}"
-        for name, own in pairs.items()
-    ]
-    tables = {
-        "torch": signatures.torch,
-        "seconds": dict(sorted(signatures.seconds.items())),
-        "clauses": clauses,
-        "symptoms": symptoms,
-    }
-    head = "".join(f"{json.dumps(key)}: {json.dumps(value)},\n" for key, value in tables.items())
-    near_misses = ",\n".join(lines)
-    path.write_text(f'{{\n{head}"near_misses": {{\n{near_misses}\n}}\n}}\n')
+    tables = {"seconds": signatures.seconds, "near_misses": near_misses}
+    parts = [f'"torch": {json.dumps(signatures.torch)}']
+    for title, table in tables.items():
+        lines = (f"{json.dumps(key)}: {json.dumps(own)}" for key, own in sorted(table.items()))
+        parts.append(f'"{title}": {{\n' + ",\n".join(lines) + "\n}")
+    path.write_text("{\n" + ",\n".join(parts) + "\n}\n")
 
 
 @dataclass(frozen=True)
