@@ -37,7 +37,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from spec_tests.plain.clip import PlainClip
+from spec_tests.plain.clip import clip_grad_norm_
 from spec_tests.plain.ddp import PlainDdp
 from spec_tests.plain.fully_shard import PlainFsdp
 from spec_tests.plain.zero1 import PlainZero1
@@ -128,7 +128,7 @@ class PlainTrainer:
 
     def clip(self) -> None:
         if self.max_norm is not None:
-            PlainClip(self.module.parameters(), self.max_norm, 2.0, False).run()
+            clip_grad_norm_(self.module.parameters(), self.max_norm)
 
     # ----------------------------------------------------------------------------- in between
 

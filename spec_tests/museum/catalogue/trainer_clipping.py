@@ -39,8 +39,8 @@ TRAINER.near_miss(
 CLIPPING.near_miss(
     "trainer.scales-up",
     "trainer.clip.leaves-small-gradients",
-    "- return (self.max_norm / (norm + 1e-6)).clamp(max=1.0)",
-    "+ return self.max_norm / (norm + 1e-6)",
+    "- factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)",
+    "+ factor = max_norm / (norm + 1e-6)",
     does="Scales every gradient to `max_norm`, smaller ones as well.",
     seen="A coefficient without `clamp(max=1)`.",
     unseen="Early in training every gradient is larger.",
