@@ -9,11 +9,11 @@ raises, and `nothing` is not noticed to be missing.
 
 from __future__ import annotations
 
-import os
 from typing import Any, NoReturn
 
 from torch import nn
 
+from spec_tests.museum.patching import patched_class, patches_of
 from spec_tests.plain.attention import PlainAttention
 from spec_tests.plain.ddp import PlainDdp
 from spec_tests.plain.fully_shard import FSDPModule, PlainFsdp
@@ -38,6 +38,11 @@ def nothing(*args: Any, **kwargs: Any) -> None:
 def without(base: Any, /, *absent: str, **changes: Any) -> Any:
     """Return the class with some methods doing nothing and others changed."""
     return type(base.__name__, (base,), dict.fromkeys(absent, nothing) | changes)
+
+
+def changed(base: Any, *difference: str) -> Any:
+    """Return the class with some lines of its module changed, see `card.Source`."""
+    return patched_class(base, patches_of(base.__module__, difference))
 
 
 def raising(*names: str) -> dict[str, Any]:
@@ -128,20 +133,30 @@ ATTENTION_2 = without(ATTENTION_3, backward=no_backward)
 
 # ------------------------------------------------------------------------------------------- loader
 
-LOADER_3 = without(PlainLoader, **raising("state_dict", "load_state_dict"))
+NO_STATE = raising("state_dict", "load_state_dict")
 LOADER_2 = without(
-    *(LOADER_3, "check_arguments"),
-    from_environment=lambda self: (
-        int(os.environ.get("RANK", "0")),
-        int(os.environ.get("WORLD_SIZE", "1")),
+    changed(
+        PlainLoader,
+        "- if batch_size < 1 or length < 1:",
+        '-     raise ValueError(f"expected sizes > 0, got {batch_size} and {length}")',
+        "- if not 0 <= self.rank < self.size:",
+        '-     raise ValueError(f"expected a rank below {self.size}, got {self.rank}")',
+        "- if not self.paths:",
+        '-     raise ValueError("expected at least one file")',
+        "...",
+        '- found = [os.environ.get("RANK"), os.environ.get("WORLD_SIZE")]',
+        '+ found = [os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")]',
     ),
+    **NO_STATE,
 )
 """Refuses no argument, and half an environment is taken for what it is not."""
 
 
-def be_alone(self, rank, size):
-    """One rank alone."""
-    return (0, 1) if (rank, size) == (0, 1) else later()
+def be_alone(self, *arguments):
+    """Take what is for one rank alone."""
+    if arguments[-2:] != (0, 1):
+        later()
+    LOADER_2.__init__(self, *arguments)
 
 
 # ------------------------------------------------------------------------------------------ trainer
@@ -177,9 +192,9 @@ CLASSES: dict[tuple[str, int], Any] = {
     ),
     ("attention", 2): ATTENTION_2,
     ("attention", 3): ATTENTION_3,
-    ("loader", 1): without(LOADER_2, who=be_alone),
+    ("loader", 1): without(LOADER_2, __init__=be_alone),
     ("loader", 2): LOADER_2,
-    ("loader", 3): LOADER_3,
+    ("loader", 3): without(PlainLoader, **NO_STATE),
     ("trainer", 2): without(
         *(PlainTrain, "set_rate"),
         clip=lambda self: later() if self.max_norm is not None else 0.0,
