@@ -11,8 +11,6 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
-from torch import nn
-
 from spec_tests.museum.patching import patched_class, patches_of
 from spec_tests.plain.attention import PlainAttention
 from spec_tests.plain.ddp import PlainDdp
@@ -161,12 +159,33 @@ def be_alone(self, *arguments):
 
 # ------------------------------------------------------------------------------------------ trainer
 
-
-def clip(self):
-    """Do not look whether a norm is finite."""
-    limit = float("inf") if self.max_norm is None else self.max_norm
-    return float(nn.utils.clip_grad_norm_(self.model.parameters(), limit))
-
+TRAINER_3 = (
+    "- if norm != norm:  # the same on all ranks: gradients are",
+    '-     raise RuntimeError("the gradient is NaN")',
+)
+"""Does not look whether a norm is finite."""
+TRAINER_2 = (
+    '- limit = float("inf") if max_norm is None else max_norm',
+    "- norm = float(nn.utils.clip_grad_norm_(model.parameters(), limit))",
+    *TRAINER_3,
+    "+ if max_norm is not None:",
+    '+     raise NotImplementedError("task 3")',
+    "- if lr is not None:",
+    "-     for group in optimizer.param_groups:",
+    '-         group["lr"] = lr(number)',
+    '- rate = float(optimizer.param_groups[0]["lr"])',
+    "  optimizer.step()",
+    "- records.append(",
+    "-     {",
+    '-         "loss": total(loss, is_wrapped) / tokens,',
+    '-         "lr": rate,',
+    '-         "grad_norm": norm,',
+    '-         "tokens": tokens,',
+    "-     }",
+    "- )",
+    "+ records.append({})",
+)
+"""Refuses to clip, sets no rate, records nothing."""
 
 CLASSES: dict[tuple[str, int], Any] = {
     ("ddp", 1): without(PlainDdp, "register", "no_sync", finish=later),
@@ -195,13 +214,8 @@ CLASSES: dict[tuple[str, int], Any] = {
     ("loader", 1): without(LOADER_2, __init__=be_alone),
     ("loader", 2): LOADER_2,
     ("loader", 3): without(PlainLoader, **NO_STATE),
-    ("trainer", 2): without(
-        *(PlainTrain, "set_rate"),
-        clip=lambda self: later() if self.max_norm is not None else 0.0,
-        rate=lambda self: 0.0,
-        record=lambda self, **fields: {},
-    ),
-    ("trainer", 3): without(PlainTrain, clip=clip),
+    ("trainer", 2): changed(PlainTrain, *TRAINER_2),
+    ("trainer", 3): changed(PlainTrain, *TRAINER_3),
 }
 LEFT_OUT = {"ddp": ("ddp_bucketed",)}
 """What a skeleton does not offer before a later task is begun."""
@@ -212,6 +226,8 @@ def functions(subject: str, task: int) -> dict[str, Any]:
     found: dict[str, Any] = CLASSES[subject, task].functions()
     for name in LEFT_OUT.get(subject, ()):
         del found[name]
+    if subject == "trainer":
+        found |= PlainDdp.functions()
     if subject == "fsdp" and task < 5:
         found["MixedPrecisionPolicy"] = later
     if subject == "fsdp" and task < 3:
