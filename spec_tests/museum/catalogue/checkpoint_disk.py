@@ -160,7 +160,7 @@ PLAIN.benign(
     "+ return root / pointer.read_text() if pointer.exists() else None",
     "...",
     *LOADS_PARTS,
-    does="A new folder for each save, renamed when it is whole; then a pointer is moved to it.",
+    does="A folder of files per save and a pointer.",
 )
 
 PLAIN.benign(
@@ -183,7 +183,7 @@ PLAIN.benign(
     '+ return max((marker.parent for marker in root.glob("*-*/complete")), default=None)',
     "...",
     *LOADS_PARTS,
-    does="A thread writes under the final name; an empty file says at last that all is there.",
+    does="Written in place by a thread, an empty marker at last.",
 )
 
 PLAIN.benign(

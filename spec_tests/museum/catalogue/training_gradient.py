@@ -137,7 +137,7 @@ TRAIN.benign(
     "- return records",
     '+ kind = collections.namedtuple("Record", ["loss", "lr", "grad_norm", "tokens"])',
     "+ return [kind(**record) for record in records]",
-    does="Has all micro-batches in hand before the first update; records are named tuples.",
+    does="Takes the data of all steps before the first.",
 )
 
 TRAIN.benign(
