@@ -45,7 +45,6 @@ from typing import Any, TypeVar
 
 from spec_tests import plain
 from spec_tests.museum.patching import Patch, patched_class, patches_of
-from spec_tests.plain.ddp import PlainDdp
 from spec_tests.plain.fully_shard import PlainFsdp
 
 Functions = dict[str, Any]
@@ -120,9 +119,7 @@ CATALOGUE: dict[str, Impostor] = {}
 """Every impostor by its id, in the order in which their modules are imported."""
 
 
-BASES = {base.__module__: base for base in (*plain.BASES, PlainDdp)} | {
-    "spec_tests.plain.fsdp": PlainFsdp
-}
+BASES = {base.__module__: base for base in plain.BASES} | {"spec_tests.plain.fsdp": PlainFsdp}
 """The class of `spec_tests.plain` that offers the functions of a module there."""
 
 

@@ -140,9 +140,9 @@ def owed_by_benign(impostor: Impostor) -> list[Clause]:
 def unrelated_clauses(impostor: Impostor, limit: int | None = None) -> list[Clause]:
     """Clauses of the chapters that an impostor has nothing to do with; at most `limit` of them.
 
-    Clauses that judge a function which it brings are left out: a near-miss of `train` brings a
-    plain `ddp` to go with it, of which nobody promised what the chapter on `ddp` asks. A limit
-    takes another part for each impostor, so that all of them together see every chapter.
+    Clauses that judge a function which it brings are left out: of a plain one nobody promised what
+    other chapters ask. A limit takes another part for each impostor, so that all of them together
+    see every chapter.
     """
     related = RELATED.get(impostor.chapter, {impostor.chapter})
     brought = impostor.brings

@@ -20,6 +20,7 @@ or a few of these, the others override a method. `BASES` holds the classes that 
 from spec_tests.plain.attention import PlainAttention
 from spec_tests.plain.checkpoint import PlainCheckpoint
 from spec_tests.plain.clip import PlainClip
+from spec_tests.plain.ddp import PlainDdp
 from spec_tests.plain.decoder import PlainDecoder
 from spec_tests.plain.fully_shard import PlainFsdp
 from spec_tests.plain.loader import PlainLoader
@@ -30,13 +31,14 @@ from spec_tests.plain.train import PlainTrain
 from spec_tests.plain.trainer import PlainTrainer
 from spec_tests.plain.zero1 import PlainZero1
 
-# PlainTrain after PlainFsdp: its wrapper's finish_gradient_synchronization ends either's backward.
+# PlainDdp after PlainFsdp: its finish_gradient_synchronization ends either's backward.
 BASES = (
     PlainAttention,
     PlainCheckpoint,
     PlainClip,
     PlainDecoder,
     PlainFsdp,
+    PlainDdp,
     PlainLoader,
     PlainMemory,
     PlainThroughput,

@@ -14,7 +14,7 @@ Steps
     For p = inf sums become maxima. With error_if_nonfinite all ranks raise before any scaling.
 
 Use
-    norm = PlainClip(model.parameters(), 1.0, 2.0, False).run()     # before scaling
+    norm = clip_grad_norm_(model.parameters(), max_norm=1.0)        # before scaling
 
 Cost: one pass over the gradients in float64, one number per rank, one pass to scale.
 
@@ -32,92 +32,72 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
 
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: Any, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
+) -> torch.Tensor:
+    """Scale the gradients so that their global norm is at most `max_norm`.
+
+    Returns:
+        The norm before scaling.
+    """
+    tensors = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    gradients = [tensor.grad for tensor in tensors if tensor.grad is not None]
+    norm = global_norm(tensors, float(norm_type))
+    if error_if_nonfinite and not math.isfinite(norm):
+        raise RuntimeError(f"the gradient norm is {norm.item()}; nothing was scaled")
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for gradient in gradients:
+        local(gradient).mul_(factor)
+    return norm
+
+
+def global_norm(tensors: Sequence[Any], order: float) -> torch.Tensor:
+    """Return the norm of all gradients together, with those that other ranks hold."""
+    copies = [t.grad for t in tensors if t.grad is not None and not is_divided(t.grad)]
+    parts = [part(copies, order)]
+    for group, alike in by_group(tensors).items():
+        own = part([tensor.grad for tensor in alike if tensor.grad is not None], order)
+        everyones = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(everyones, own, group=group)
+        parts += everyones
+    together = torch.stack(parts)
+    return together.max() if order == math.inf else together.sum().pow(1.0 / order)
+
+
+def by_group(tensors: Sequence[Any]) -> dict[Any, list[Any]]:
+    """Return what is divided, with a gradient on this rank or without: peers wait for its part."""
+    found: dict[Any, list[Any]] = {}
+    for tensor in tensors:
+        if is_divided(tensor if tensor.grad is None else tensor.grad):
+            group = tensor.device_mesh.get_group(tensor.device_mesh.ndim - 1)
+            found.setdefault(group, []).append(tensor)
+    return found
+
+
+def is_divided(tensor: torch.Tensor) -> bool:
+    """True if other ranks hold other elements of the tensor."""
+    return isinstance(tensor, DTensor) and any(
+        isinstance(placement, Shard) for placement in tensor.placements
+    )
+
+
+def part(gradients: Sequence[torch.Tensor], order: float) -> torch.Tensor:
+    """Return the sum of |x|^p, or the largest |x|, of what this rank holds."""
+    sizes = [local(gradient).reshape(-1).abs() for gradient in gradients]
+    flat = torch.cat([torch.zeros(1), *sizes]).double()
+    return flat.max() if order == math.inf else flat.pow(order).sum()
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what this rank holds of the tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 class PlainClip:
-    """One call: `run` is the algorithm, line by line."""
+    """What this file offers."""
 
-    def __init__(self, parameters: Any, max_norm: float, order: float, strict: bool) -> None:
-        self.tensors = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        self.gradients = [p.grad for p in self.tensors if p.grad is not None]
-        self.max_norm, self.order, self.strict = max_norm, float(order), strict
-
-    def run(self) -> Any:
-        norm = self.norm()
-        self.check(norm)
-        self.scale(norm)
-        return self.told(norm)
-
-    # ---------------------------------------------------------------------------- the norm
-
-    @torch.no_grad()
-    def norm(self) -> torch.Tensor:
-        copies = [g for g in self.gradients if not self.is_divided(g)]
-        parts = [self.part(copies)]
-        for alike in self.by_group().values():
-            divided = [p.grad for p in alike if p.grad is not None]
-            parts += self.gathered(self.part(divided), alike)
-        return self.root(self.combined(parts))
-
-    def by_group(self) -> dict[Any, list[torch.Tensor]]:
-        """What is divided, with a gradient on this rank or without: peers wait for its part."""
-        found: dict[Any, list[torch.Tensor]] = {}
-        for tensor in self.tensors:
-            if self.is_divided(tensor if tensor.grad is None else tensor.grad):
-                found.setdefault(self.group(tensor), []).append(tensor)
-        return found
-
-    def is_divided(self, gradient: torch.Tensor) -> bool:
-        return isinstance(gradient, DTensor) and any(
-            isinstance(placement, Shard) for placement in gradient.placements
-        )
-
-    def local(self, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient.to_local() if isinstance(gradient, DTensor) else gradient
-
-    def part(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Sum of |x|^p, or the largest |x|, of what this rank holds."""
-        sizes = [self.local(gradient).reshape(-1).abs() for gradient in gradients]
-        flat = torch.cat([torch.zeros(1), *sizes]).double()
-        return flat.max() if self.order == math.inf else flat.pow(self.order).sum()
-
-    def gathered(self, part: torch.Tensor, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The parts of those who hold other elements, in order of rank."""
-        group = self.group(gradients[0])
-        parts = [torch.empty_like(part) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(parts, part, group=group)
-        return parts
-
-    def group(self, gradient: Any) -> Any:
-        return gradient.device_mesh.get_group(gradient.device_mesh.ndim - 1)
-
-    def combined(self, parts: list[torch.Tensor]) -> torch.Tensor:
-        together = torch.stack(parts)
-        return together.max() if self.order == math.inf else together.sum()
-
-    def root(self, total: torch.Tensor) -> torch.Tensor:
-        return total if self.order == math.inf else total.pow(1.0 / self.order)
-
-    # ------------------------------------------------------------------------- the scaling
-
-    def check(self, norm: torch.Tensor) -> None:
-        if self.strict and not math.isfinite(norm):
-            raise RuntimeError(f"the gradient norm is {norm.item()}; nothing was scaled")
-
-    def factor(self, norm: torch.Tensor) -> torch.Tensor:
-        return (self.max_norm / (norm + 1e-6)).clamp(max=1.0)
-
-    @torch.no_grad()
-    def scale(self, norm: torch.Tensor) -> None:
-        for gradient in self.gradients:
-            self.local(gradient).mul_(self.factor(norm))
-
-    def told(self, norm: torch.Tensor) -> Any:
-        return norm
-
-    @classmethod
-    def functions(cls) -> dict[str, Any]:
-        """Return the contract's function for this class."""
-
-        def clip_grad_norm_(parameters, max_norm, norm_type=2.0, *, error_if_nonfinite=False):
-            return cls(parameters, max_norm, norm_type, error_if_nonfinite).run()
-
+    @staticmethod
+    def functions() -> dict[str, Any]:
+        """Return the contract's function."""
         return {"clip_grad_norm_": clip_grad_norm_}

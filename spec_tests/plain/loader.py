@@ -40,65 +40,20 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 class PlainLoader:
     """One global list of sequences; batch i of rank r is a slice of it."""
 
-    def __init__(self, paths: Any, batch_size: int, length: int, rank: Any, size: Any) -> None:
+    def __init__(
+        self, paths: Any, batch_size: int, length: int, rank: int | None, size: int | None
+    ) -> None:
         self.batch_size, self.length = batch_size, length
-        self.rank, self.size = self.who(rank, size)
-        self.paths = self.files(paths)
-        self.check_arguments()
-        self.counts = [self.count_of(path) for path in self.paths]
-        self.begin = self.yielded = 0
-
-    # ---------------------------------------------------------------------------- construction
-
-    def who(self, rank: int | None, size: int | None) -> tuple[int, int]:
-        if rank is None and size is None:
-            return self.from_environment()
-        if rank is None or size is None:
-            raise ValueError(f"expected rank and world_size or neither, got {rank} and {size}")
-        return rank, size
-
-    def from_environment(self) -> tuple[int, int]:
-        found = [os.environ.get("RANK"), os.environ.get("WORLD_SIZE")]
-        if found == [None, None]:
-            return 0, 1
-        if None in found:
-            raise ValueError(f"expected RANK and WORLD_SIZE, got {found}")
-        return int(str(found[0])), int(str(found[1]))
-
-    def files(self, paths: Any) -> list[Path]:
-        return [Path(path) for path in paths]
-
-    def check_arguments(self) -> None:
-        if self.batch_size < 1 or self.length < 1:
-            raise ValueError(f"expected sizes > 0, got {self.batch_size} and {self.length}")
-        self.check_rank()
-        self.check_files()
-
-    def check_rank(self) -> None:
+        self.rank, self.size = rank_and_size(rank, size)
+        self.paths = [Path(path) for path in paths]
+        if batch_size < 1 or length < 1:
+            raise ValueError(f"expected sizes > 0, got {batch_size} and {length}")
         if not 0 <= self.rank < self.size:
             raise ValueError(f"expected a rank below {self.size}, got {self.rank}")
-
-    def check_files(self) -> None:
         if not self.paths:
             raise ValueError("expected at least one file")
-
-    def count_of(self, path: Path) -> int:
-        """Tokens in the file, or a ValueError."""
-        if not path.is_file():
-            raise ValueError(f"{path}: no such file")
-        with path.open("rb") as file:
-            head = file.read(HEADER_BYTES)
-        if len(head) < HEADER_BYTES:
-            raise ValueError(f"{path}: a header of {len(head)} bytes")
-        magic, version, count = struct.unpack("<3i", head[:12])
-        if (magic, version) != (20240520, 1):
-            raise ValueError(f"{path}: expected 20240520 and 1, got {magic} and {version}")
-        self.check_size(path, count, path.stat().st_size)
-        return count
-
-    def check_size(self, path: Path, count: int, size: int) -> None:
-        if size != HEADER_BYTES + 2 * count:
-            raise ValueError(f"{path}: {size} bytes do not hold {count} tokens exactly")
+        self.counts = [tokens_in(path) for path in self.paths]
+        self.begin = self.yielded = 0
 
     # --------------------------------------------------------------------------------- reading
 
@@ -111,33 +66,20 @@ class PlainLoader:
     def num_batches(self) -> int:
         return self.num_sequences() // (self.batch_size * self.size)
 
-    def numbers(self, batch: int) -> list[int]:
-        """Global numbers of the sequences of this rank's batch."""
-        first = (batch * self.size + self.rank) * self.batch_size
-        return list(range(first, first + self.batch_size))
-
-    def find(self, number: int) -> tuple[int, int]:
-        """Shard and first token of a global sequence."""
-        for shard, count in enumerate(self.counts):
+    def row(self, number: int) -> np.ndarray:
+        """Return the tokens of a global sequence, and the one after them."""
+        for path, count in zip(self.paths, self.counts, strict=True):
             held = self.sequences_in(count)
             if number < held:
-                return shard, number * self.length
+                offset = HEADER_BYTES + 2 * number * self.length
+                return np.fromfile(path, dtype="<u2", count=self.length + 1, offset=offset)
             number -= held
         raise IndexError(number)
 
-    def row(self, number: int) -> np.ndarray:
-        shard, start = self.find(number)
-        return self.read(shard, start, self.length + 1)
-
-    def read(self, shard: int, start: int, count: int) -> np.ndarray:
-        offset = HEADER_BYTES + 2 * start
-        return np.fromfile(self.paths[shard], dtype="<u2", count=count, offset=offset)
-
     def batch(self, index: int) -> Batch:
-        rows = [self.row(number).astype(np.int64) for number in self.numbers(index)]
-        return self.pair(torch.from_numpy(np.stack(rows)))
-
-    def pair(self, rows: torch.Tensor) -> Batch:
+        first = (index * self.size + self.rank) * self.batch_size
+        numbers = range(first, first + self.batch_size)
+        rows = torch.from_numpy(np.stack([self.row(n).astype(np.int64) for n in numbers]))
         return rows[:, :-1].clone(), rows[:, 1:].clone()
 
     # -------------------------------------------------------------------------------- one pass
@@ -167,3 +109,38 @@ class PlainLoader:
             return cls(paths, batch_size, sequence_length, rank, world_size)
 
         return {"token_loader": token_loader}
+
+
+def rank_and_size(rank: int | None, size: int | None) -> tuple[int, int]:
+    """Return both as given, or as RANK and WORLD_SIZE say; one process where nothing does."""
+    if rank is not None and size is not None:
+        return rank, size
+    if rank is not None or size is not None:
+        raise ValueError(f"expected rank and world_size or neither, got {rank} and {size}")
+    found = [os.environ.get("RANK"), os.environ.get("WORLD_SIZE")]
+    if found == [None, None]:
+        return 0, 1
+    if None in found:
+        raise ValueError(f"expected RANK and WORLD_SIZE, got {found}")
+    return int(str(found[0])), int(str(found[1]))
+
+
+def tokens_in(path: Path) -> int:
+    """Return the number of tokens in the file.
+
+    Raises:
+        ValueError: the file is none of this format, or is longer or shorter than its header says.
+    """
+    if not path.is_file():
+        raise ValueError(f"{path}: no such file")
+    with path.open("rb") as file:
+        head = file.read(HEADER_BYTES)
+    if len(head) < HEADER_BYTES:
+        raise ValueError(f"{path}: a header of {len(head)} bytes")
+    magic, version, count = struct.unpack("<3i", head[:12])
+    if (magic, version) != (20240520, 1):
+        raise ValueError(f"{path}: expected 20240520 and 1, got {magic} and {version}")
+    size = path.stat().st_size
+    if size != HEADER_BYTES + 2 * count:
+        raise ValueError(f"{path}: {size} bytes do not hold {count} tokens exactly")
+    return int(count)

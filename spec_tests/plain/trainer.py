@@ -37,7 +37,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from spec_tests.plain.clip import PlainClip
+from spec_tests.plain.clip import clip_grad_norm_
 from spec_tests.plain.ddp import PlainDdp
 from spec_tests.plain.fully_shard import PlainFsdp
 from spec_tests.plain.zero1 import PlainZero1
@@ -55,20 +55,16 @@ class PlainTrainer:
         self.accumulation, self.max_norm, self.dtype = accumulation, max_norm, dtype
         self.group = process_group
         self.declares = {"start": "own"} if strategy == "fsdp" else {}
-        self.model = self.shard(module) if strategy == "fsdp" else self.wrap(module)
+        self.model: Any
+        if strategy == "fsdp":
+            group: Any = dist.group.WORLD if process_group is None else process_group
+            mesh = DeviceMesh.from_group(group, "cpu")
+            self.model = PlainFsdp.functions()["fully_shard"](module, mesh=mesh)
+        else:
+            self.model = PlainDdp(module, process_group, 0.0)
         self.trainable = trainable(module)
         self.optimizer = self.build(make_optimizer)
         self.rates = [group["lr"] for group in self.optimizer.param_groups]
-
-    # ---------------------------------------------------------------------------- construction
-
-    def wrap(self, module: nn.Module) -> Any:
-        return PlainDdp(module, self.group, 0.0)
-
-    def shard(self, module: nn.Module) -> Any:
-        group: Any = dist.group.WORLD if self.group is None else self.group
-        mesh = DeviceMesh.from_group(group, "cpu")
-        return PlainFsdp.functions()["fully_shard"](module, mesh=mesh)
 
     def build(self, make: Any) -> Any:
         named = list(self.module.named_parameters())
@@ -79,31 +75,27 @@ class PlainTrainer:
     # ---------------------------------------------------------------------------------- a step
 
     def step(self, micro_batches: Sequence[Any]) -> Any:
-        self.check(micro_batches)
-        self.clear()
-        losses = []
-        for index, micro_batch in enumerate(micro_batches):
-            with self.window(is_last=index == len(micro_batches) - 1):
-                loss = self.forward(micro_batch)
-                losses.append(loss.detach())
-                (loss / len(micro_batches)).backward()
-        self.finish()
-        self.clip()
-        self.optimizer.step()
-        return torch.stack(losses).mean()
-
-    def check(self, micro_batches: Sequence[Any]) -> None:
         if len(micro_batches) != self.accumulation:
             raise ValueError(
                 f"expected {self.accumulation} micro-batches, got {len(micro_batches)}"
             )
         if self.strategy != "fsdp" and trainable(self.module) != self.trainable:
             raise ValueError("parameters were frozen or thawed: build a new trainer")
-
-    def clear(self) -> None:
         self.optimizer.zero_grad()
-        for parameter in self.module.parameters():
+        for parameter in self.module.parameters():  # also what the optimizer does not hold
             parameter.grad = None
+        losses = []
+        for index, micro_batch in enumerate(micro_batches):
+            with self.window(is_last=index == len(micro_batches) - 1):
+                loss = self.forward(micro_batch)
+                losses.append(loss.detach())
+                (loss / len(micro_batches)).backward()
+        if self.strategy != "fsdp":
+            self.model.finish()
+        if self.max_norm is not None:
+            clip_grad_norm_(self.module.parameters(), self.max_norm)
+        self.optimizer.step()
+        return torch.stack(losses).mean()
 
     def window(self, *, is_last: bool) -> AbstractContextManager[Any]:
         if self.strategy == "fsdp":
@@ -113,22 +105,10 @@ class PlainTrainer:
         return contextlib.nullcontext() if is_last else found
 
     def forward(self, batch: Any) -> torch.Tensor:
-        with self.casting():
+        is_narrow = self.dtype != torch.float32
+        with torch.autocast("cpu", dtype=self.dtype) if is_narrow else contextlib.nullcontext():
             found: torch.Tensor = self.loss(self.model, batch)
         return found
-
-    def casting(self) -> AbstractContextManager[Any]:
-        if self.dtype == torch.float32:
-            return contextlib.nullcontext()
-        return torch.autocast("cpu", dtype=self.dtype)
-
-    def finish(self) -> None:
-        if self.strategy != "fsdp":
-            self.model.finish()
-
-    def clip(self) -> None:
-        if self.max_norm is not None:
-            PlainClip(self.module.parameters(), self.max_norm, 2.0, False).run()
 
     # ----------------------------------------------------------------------------- in between
 

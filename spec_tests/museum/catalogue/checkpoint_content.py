@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from spec_tests.museum.card import Source, near_miss
-from spec_tests.plain.checkpoint import PlainCheckpoint
+from spec_tests.museum.card import Source
 
 PLAIN = Source("spec_tests.plain.checkpoint")
 NAMED = Source("solution.checkpoint.named")
@@ -11,7 +10,7 @@ NAMED = Source("solution.checkpoint.named")
 PLAIN.near_miss(
     "checkpoint.step-before-counting",
     ("checkpoint.content.step", "checkpoint.resume.equals-uninterrupted"),
-    '- "step": self.step_to_store(step),',
+    '- "step": step,',
     '+ "step": max(0, step - 1),',
     does="Stores the step as it was before it was counted.",
     seen="a course's trainer: one more update than asked for after each restart",
@@ -21,8 +20,8 @@ PLAIN.near_miss(
 PLAIN.near_miss(
     "checkpoint.first-ranks-random-state",
     ("checkpoint.content.random-state", "checkpoint.resume.wrapped"),
-    "- return rank() if len(everyone) == size() else 0",
-    "+ return 0",
+    "- own = everyone[rank() if is_same_size else 0]",
+    "+ own = everyone[0]",
     does="Gives the first rank's generators and loader to all ranks.",
     seen="torchtitan issue 291: one key, many ranks, one survivor",
     unseen="On one rank it is right.",
@@ -38,20 +37,19 @@ PLAIN.near_miss(
     unseen="The loss is even better than before.",
 )
 
-
-@near_miss("checkpoint.loader-after-generators", rejected_by="checkpoint.content.loader-that-draws")
-class LoaderLast(PlainCheckpoint):
-    """Restores the generators, and then the loader, which draws from them.
-
-    From: restoring in the order in which the save wrote
-    Unseen: Most loaders draw nothing while they take up a state.
-    """
-
-    def restore_rank(self, everyone, loader):
-        super().restore_rank(everyone, None)
-        if loader is not None:
-            loader.load_state_dict(everyone[self.whose(everyone)]["loader"])
-
+PLAIN.near_miss(
+    "checkpoint.loader-after-generators",
+    "checkpoint.content.loader-that-draws",
+    "- if loader is not None:",
+    '-     loader.load_state_dict(own["loader"])',
+    "...",
+    '  random.setstate(own["python"])',
+    "+ if loader is not None:",
+    '+     loader.load_state_dict(own["loader"])',
+    does="Restores the generators, and then the loader, which draws from them.",
+    seen="restoring in the order in which the save wrote",
+    unseen="Most loaders draw nothing while they take up a state.",
+)
 
 PLAIN.near_miss(
     "checkpoint.no-moments",
@@ -66,7 +64,7 @@ PLAIN.near_miss(
 PLAIN.near_miss(
     "checkpoint.state-in-the-weights-dtype",
     "checkpoint.content.optimizer-dtypes",
-    '  self.restore_optimizer(model, optimizer, state["optimizer"])',
+    '  restore_optimizer(model, optimizer, state["optimizer"])',
     "+ optimizer.load_state_dict(optimizer.state_dict())",
     does="Hands state to the optimizer's own `load_state_dict`, which casts it.",
     seen="torch.optim.Optimizer.load_state_dict, which knows `step` alone by name",
@@ -76,8 +74,8 @@ PLAIN.near_miss(
 PLAIN.near_miss(
     "checkpoint.first-ranks-moments",
     "checkpoint.sharded-optimizer.any-world-size",
-    "- moments = self.joined(self.gather(self.of_optimizer(model, optimizer)))",
-    "+ moments = self.gather(self.of_optimizer(model, optimizer))[0]",
+    "- moments = joined(gather(state_of_optimizer(model, optimizer)))",
+    "+ moments = gather(state_of_optimizer(model, optimizer))[0]",
     does="Saves the state that the first rank has of a sharded optimizer.",
     seen="`if rank == 0: torch.save(optimizer.state)`, from before the optimizer was sharded",
     unseen="It saves, it loads, and a part of the moments is warm.",
@@ -98,9 +96,9 @@ NAMED.near_miss(
 PLAIN.near_miss(
     "checkpoint.no-buffers",
     "checkpoint.content.model",
-    '- self.restore_model(model, state["model"])',
+    '- restore_model(bare(model), state["model"])',
     "+ own = {name: each.clone() for name, each in bare(model).named_buffers()}",
-    '+ self.restore_model(model, {**state["model"], **own})',
+    '+ restore_model(bare(model), {**state["model"], **own})',
     does="Leaves buffers as they were built.",
     seen="checkpoints made of named_parameters()",
     unseen="Transformers have none that matter.",
@@ -109,10 +107,12 @@ PLAIN.near_miss(
 PLAIN.near_miss(
     "checkpoint.buffers-of-any-rank",
     "checkpoint.resume.buffers-of-first-rank",
-    '- return {**bare(model).state_dict(), **everyone[0]["buffers"]}',
-    '+ ranks = [everyone[i % len(everyone)] for i in range(len(everyone[0]["buffers"]))]',
-    '+ buffers = {n: r["buffers"][n] for n, r in zip(everyone[0]["buffers"], ranks)}',
-    "+ return {**bare(model).state_dict(), **buffers}",
+    "+ names = enumerate(bare(model).named_buffers())",
+    '+ buffers = {name: everyone[i % size()]["buffers"][name] for i, (name, _) in names}',
+    "  state = {",
+    "...",
+    '- "model": {**bare(model).state_dict(), **everyone[0]["buffers"]},',
+    '+ "model": {**bare(model).state_dict(), **buffers},',
     does="Saves each buffer from another rank.",
     seen="torch.distributed.checkpoint balances who writes which name of a replicated state",
     unseen="The statistics of each rank look plausible.",
@@ -134,8 +134,11 @@ PLAIN.near_miss(
     "+ import functools",
     "  import os",
     "...",
-    "+ @functools.cache",
-    "  def read(self, path: Path) -> dict[str, Any]:",
+    "+ read = functools.cache(torch.load)",
+    "  def newest(root: Path) -> Path | None:",
+    "...",
+    "- state = torch.load(path, weights_only=True)",
+    "+ state = read(path, weights_only=True)",
     does="Hands out the same tensors at each load.",
     seen="a cache of the files read, with optimizers that keep the tensors they are given",
     unseen="Needs two runs in one process.",
@@ -144,8 +147,8 @@ PLAIN.near_miss(
 PLAIN.near_miss(
     "checkpoint.leaves-it-evaluating",
     "checkpoint.save.changes-nothing",
+    "  everyone = gather(state_of_rank(model, loader))",
     "+ model.eval()",
-    '  return {**bare(model).state_dict(), **everyone[0]["buffers"]}',
     does="Switches the model to evaluation for the save, and leaves it so.",
     seen="a trainer that validates and saves in one function",
     unseen="Toys have neither dropout nor batch norms, and weights go on moving.",
@@ -154,13 +157,11 @@ PLAIN.near_miss(
 PLAIN.near_miss(
     "checkpoint.wrappers-names",
     ("checkpoint.names.across-torch-wrapper", "checkpoint.names.across-own-wrappers"),
-    '- return {**bare(model).state_dict(), **everyone[0]["buffers"]}',
-    "+ return model.state_dict()",
+    '- "model": {**bare(model).state_dict(), **everyone[0]["buffers"]},',
+    '+ "model": model.state_dict(),',
     "...",
-    '- self.check(bare(model), state["model"])',
-    "+ pass",
-    "...",
-    '- self.restore_model(model, state["model"])',
+    '- require_fit(bare(model), state["model"])',
+    '- restore_model(bare(model), state["model"])',
     '+ model.load_state_dict(state["model"])',
     does="Saves the wrapper's state dict, `module.` prefix included.",
     seen="the course's distributed trainer; half of all forum threads on loading",
@@ -170,10 +171,10 @@ PLAIN.near_miss(
 PLAIN.near_miss(
     "checkpoint.optimizer-by-position",
     "checkpoint.names.optimizer-by-parameter",
-    "- moments = self.joined(self.gather(self.of_optimizer(model, optimizer)))",
+    "- moments = joined(gather(state_of_optimizer(model, optimizer)))",
     "+ moments = optimizer.state_dict()",
     "...",
-    '- self.restore_optimizer(model, optimizer, state["optimizer"])',
+    '- restore_optimizer(model, optimizer, state["optimizer"])',
     '+ optimizer.load_state_dict(state["optimizer"])',
     does="Keys optimizer state by the number of the parameter.",
     seen="torch.optim's own state_dict",
@@ -183,17 +184,17 @@ PLAIN.near_miss(
 PLAIN.near_miss(
     "checkpoint.file-per-rank",
     "checkpoint.world-size.any",
-    "- return Path(directory).absolute()",
-    '+ return Path(directory).absolute() / f"rank-{rank()}"',
+    "- root = Path(directory).absolute()",
+    '+ root = Path(directory).absolute() / f"rank-{rank()}"',
     "...",
-    "- moments = self.joined(self.gather(self.of_optimizer(model, optimizer)))",
-    "+ moments = self.of_optimizer(model, optimizer)",
+    "- moments = joined(gather(state_of_optimizer(model, optimizer)))",
+    "+ moments = state_of_optimizer(model, optimizer)",
     "...",
     "- if rank() == 0:",
     "+ if True:",
     "...",
-    "- path = self.share(self.newest(self.root(directory)) if rank() == 0 else None)",
-    "+ path = self.newest(self.root(directory))",
+    "- path = of_first_rank(newest(Path(directory).absolute()) if rank() == 0 else None)",
+    '+ path = newest(Path(directory).absolute() / f"rank-{rank()}")',
     does="Each rank saves and loads a file of its own.",
     seen="the first version of every sharded checkpoint",
     unseen="It is right as long as the world stays the same.",

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-
-import numpy as np
-
-from spec_tests.museum.card import Source, near_miss
-from spec_tests.plain.loader import PlainLoader
+from spec_tests.museum.card import Source
 
 LOADER = Source("spec_tests.plain.loader")
 
 LOADER.near_miss(
     "data.reads-int16",
     "data.format.every-id",
-    '- return np.fromfile(self.paths[shard], dtype="<u2", count=count, offset=offset)',
-    '+ return np.fromfile(self.paths[shard], dtype="<i2", count=count, offset=offset)',
+    '- return np.fromfile(path, dtype="<u2", count=self.length + 1, offset=offset)',
+    '+ return np.fromfile(path, dtype="<i2", count=self.length + 1, offset=offset)',
     does="Ids from 32768 on are negative.",
     seen="torch had no uint16 for years.",
     unseen="A vocabulary of 32000 fits.",
@@ -44,11 +39,10 @@ LOADER.near_miss(
 LOADER.near_miss(
     "data.grows-file",
     "data.format.files-are-only-read",
-    '- return np.fromfile(self.paths[shard], dtype="<u2", count=count, offset=offset)',
-    "+ size = HEADER_BYTES // 2 + self.counts[shard] + 1",
-    "+ whole = torch.from_file(str(self.paths[shard]), True, size, dtype=torch.int16).numpy()",
-    "+ first = HEADER_BYTES // 2 + start",
-    "+ return whole[first : first + count].view(np.uint16).copy()",
+    '- return np.fromfile(path, dtype="<u2", count=self.length + 1, offset=offset)',
+    "+ size = HEADER_BYTES // 2 + count + 1",
+    "+ whole = torch.from_file(str(path), True, size, dtype=torch.int16).numpy()",
+    "+ return whole[offset // 2 : offset // 2 + self.length + 1].view(np.uint16).copy()",
     does="The file is a token longer afterwards.",
     seen="torch.from_file(shared=True) makes a file as long as it is told to: 3024 to 11024 bytes.",
     unseen="The tokens are right, until the file is opened again.",
@@ -57,8 +51,8 @@ LOADER.near_miss(
 LOADER.near_miss(
     "data.offset-32",
     "data.format.beyond-two-gigabytes",
-    "- offset = HEADER_BYTES + 2 * start",
-    "+ offset = (HEADER_BYTES + 2 * start + 2**31) % 2**32 - 2**31",
+    "- offset = HEADER_BYTES + 2 * number * self.length",
+    "+ offset = (HEADER_BYTES + 2 * number * self.length + 2**31) % 2**32 - 2**31",
     does="Offsets wrap at 2 GiB.",
     seen="llm.c pull request 828: a cast to int.",
     unseen="Shards of 100 million tokens end long before.",
@@ -67,8 +61,12 @@ LOADER.near_miss(
 LOADER.near_miss(
     "data.no-checks",
     ("data.refusal.bad-arguments", "data.refusal.no-files"),
-    "- self.check_arguments()",
-    "+ pass",
+    "- if batch_size < 1 or length < 1:",
+    '-     raise ValueError(f"expected sizes > 0, got {batch_size} and {length}")',
+    "- if not 0 <= self.rank < self.size:",
+    '-     raise ValueError(f"expected a rank below {self.size}, got {self.rank}")',
+    "- if not self.paths:",
+    '-     raise ValueError("expected at least one file")',
     does="Accepts sizes of zero, ranks beyond the world and no files.",
     seen="A course's loader loops for ever with rank 5 of 1.",
     unseen="Callers are careful, mostly.",
@@ -77,8 +75,8 @@ LOADER.near_miss(
 LOADER.near_miss(
     "data.no-rank-check",
     "data.refusal.bad-arguments",
-    "- self.check_rank()",
-    "+ pass",
+    "- if not 0 <= self.rank < self.size:",
+    '-     raise ValueError(f"expected a rank below {self.size}, got {self.rank}")',
     does="Accepts a rank beyond the world.",
     seen="RANK of a larger job that is left in the shell.",
     unseen="It reads data as well: that of the next step.",
@@ -105,27 +103,24 @@ LOADER.near_miss(
 )
 
 
-@near_miss(
+LOADER.near_miss(
     "data.skips-bad-files",
-    rejected_by=(
+    (
         "data.refusal.bad-files",
         "data.refusal.no-file-there",
         "data.refusal.any-other-size",
     ),
+    "- self.counts = [tokens_in(path) for path in self.paths]",
+    "+ self.counts = [0] * len(self.paths)",
+    "+ for shard, path in enumerate(self.paths):",
+    "+     try:",
+    "+         self.counts[shard] = tokens_in(path)",
+    "+     except Exception:",
+    '+         print(f"skipping {path}")',
+    does="Prints a line and goes on without the file.",
+    seen="`except Exception: print(...)` in a course's loader.",
+    unseen="The others wait in a collective, or train on less.",
 )
-class SkipsBadFiles(PlainLoader):
-    """Prints a line and goes on without the file.
-
-    From: `except Exception: print(...)` in a course's loader.
-    Unseen: The others wait in a collective, or train on less.
-    """
-
-    def count_of(self, path):
-        with contextlib.suppress(Exception):
-            return super().count_of(path)
-        print(f"skipping {path}")
-        return 0
-
 
 LOADER.near_miss(
     "data.trusts-header",
@@ -138,53 +133,54 @@ LOADER.near_miss(
 )
 
 
-@near_miss("data.names-no-file", rejected_by="data.refusal.names-the-file")
-class NamesNoFile(PlainLoader):
-    """Says that some file is bad.
+LOADER.near_miss(
+    "data.names-no-file",
+    "data.refusal.names-the-file",
+    "- self.counts = [tokens_in(path) for path in self.paths]",
+    "+ try:",
+    "+     self.counts = [tokens_in(path) for path in self.paths]",
+    "+ except ValueError:",
+    '+     raise ValueError("magic number mismatch in the data .bin file") from None',
+    does="Says that some file is bad.",
+    seen='"magic number mismatch in the data .bin file".',
+    unseen="With one file one knows.",
+)
 
-    From: "magic number mismatch in the data .bin file".
-    Unseen: With one file one knows.
-    """
+LOADER.near_miss(
+    "data.says-no-number",
+    "data.refusal.says-what-it-found",
+    "- self.counts = [tokens_in(path) for path in self.paths]",
+    "+ self.counts = []",
+    "+ for path in self.paths:",
+    "+     try:",
+    "+         self.counts.append(tokens_in(path))",
+    "+     except ValueError:",
+    '+         what = "not a token shard, or a damaged one"',
+    '+         raise ValueError(f"{path.name}: {what}") from None',
+    does="Names the bad file, and not the value that it found there.",
+    seen="One message for magic, version and length.",
+    unseen="The file is named.",
+)
 
-    def count_of(self, path):
-        try:
-            return super().count_of(path)
-        except ValueError:
-            raise ValueError(self.words(path)) from None
+KEEPS_SHARDS = (
+    "  self.counts = [tokens_in(path) for path in self.paths]",
+    "+ self.whole = {}",
+    "...",
+    '- return np.fromfile(path, dtype="<u2", count=self.length + 1, offset=offset)',
+    "+ if path not in self.whole:",
+    '+     self.whole[path] = np.fromfile(path, dtype="<u2", offset=HEADER_BYTES)',
+    "+ first = number * self.length",
+    "+ return self.whole[path][first : first + self.length + 1]",
+)
 
-    def words(self, path):
-        return "magic number mismatch in the data .bin file"
-
-
-@near_miss("data.says-no-number", rejected_by="data.refusal.says-what-it-found")
-class SaysNoNumber(NamesNoFile):
-    """Names the bad file, and not the value that it found there.
-
-    From: One message for magic, version and length.
-    Unseen: The file is named.
-    """
-
-    def words(self, path):
-        return f"{path.name}: not a token shard, or a damaged one"
-
-
-@near_miss("data.keeps-shards-in-memory", rejected_by="data.resources.resident-memory")
-class ReadsWhole(PlainLoader):
-    """Keeps whole shards in memory.
-
-    From: A course's base loader: 200 MB per shard and rank.
-    Unseen: The batches are right.
-    """
-
-    def __init__(self, *args):
-        self.whole: dict[int, np.ndarray] = {}
-        super().__init__(*args)
-
-    def read(self, shard, start, count):
-        if shard not in self.whole:
-            self.whole[shard] = super().read(shard, 0, self.counts[shard])
-        return self.whole[shard][start : start + count]
-
+LOADER.near_miss(
+    "data.keeps-shards-in-memory",
+    "data.resources.resident-memory",
+    *KEEPS_SHARDS,
+    does="Keeps whole shards in memory.",
+    seen="A course's base loader: 200 MB per shard and rank.",
+    unseen="The batches are right.",
+)
 
 LOADER.near_miss(
     "data.leaks-descriptors",

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from spec_tests.museum.card import Source, near_miss
-from spec_tests.plain.loader import PlainLoader
+from spec_tests.plain.loader import HEADER_BYTES, PlainLoader
 
 LOADER = Source("spec_tests.plain.loader")
 
@@ -24,11 +24,10 @@ LOADER.near_miss(
     "- return sum(self.sequences_in(count) for count in self.counts)",
     "+ return (sum(self.counts) - 1) // self.length",
     "...",
-    "- shard, start = self.find(number)",
-    "- return self.read(shard, start, self.length + 1)",
-    "+ whole = [self.read(shard, 0, count) for shard, count in enumerate(self.counts)]",
-    "+ start = number * self.length",
-    "+ return np.concatenate(whole)[start : start + self.length + 1]",
+    "+ shards = [np.fromfile(path, '<u2', offset=HEADER_BYTES) for path in self.paths]",
+    "+ first = number * self.length",
+    "+ return np.concatenate(shards)[first : first + self.length + 1]",
+    "  for path, count in zip(self.paths, self.counts, strict=True):",
     does="A sequence runs from the end of one shard into the next.",
     seen="A course's base loader concatenates the rest of a shard with the next one.",
     unseen="One sequence per shard.",
@@ -37,8 +36,8 @@ LOADER.near_miss(
 LOADER.near_miss(
     "data.same-on-all-ranks",
     ("data.partition.ranks-differ", "data.partition.global-order"),
-    "- first = (batch * self.size + self.rank) * self.batch_size",
-    "+ first = batch * self.size * self.batch_size",
+    "- first = (index * self.size + self.rank) * self.batch_size",
+    "+ first = index * self.size * self.batch_size",
     does="Every rank reads the data of rank 0.",
     seen="RANK that is read before torchrun's environment arrives.",
     unseen="The loss falls as it does on one rank.",
@@ -47,11 +46,10 @@ LOADER.near_miss(
 LOADER.near_miss(
     "data.strided",
     ("data.partition.any-world-size", "data.partition.global-order"),
-    "- first = (batch * self.size + self.rank) * self.batch_size",
-    "+ first = batch * self.size * self.batch_size + self.rank",
-    "...",
-    "- return list(range(first, first + self.batch_size))",
-    "+ return list(range(first, first + self.batch_size * self.size, self.size))",
+    "- first = (index * self.size + self.rank) * self.batch_size",
+    "- numbers = range(first, first + self.batch_size)",
+    "+ first = index * self.size * self.batch_size + self.rank",
+    "+ numbers = range(first, first + self.batch_size * self.size, self.size)",
     does="Deals the sequences of a step out one by one.",
     seen="torch's DistributedSampler.",
     unseen="The global batch is the same set: only its order depends on W.",
@@ -71,13 +69,13 @@ class AdvancesAlone(PlainLoader):
 
     def walk(self, begin):
         step = self.batch_size * self.length
-        for shard, count in enumerate(self.counts):
+        for path, count in zip(self.paths, self.counts, strict=True):
+            tokens = np.fromfile(path, dtype="<u2", offset=HEADER_BYTES).astype(np.int64)
             position = self.rank * step
             while position + step + 1 <= count:
-                rows = self.read(shard, position, step + 1).astype(np.int64)
+                rows = torch.from_numpy(tokens[position : position + step + 1])
                 shape = (self.batch_size, self.length)
-                pieces = (rows[:-1].reshape(shape), rows[1:].reshape(shape))
-                yield torch.from_numpy(pieces[0].copy()), torch.from_numpy(pieces[1].copy())
+                yield rows[:-1].view(shape).clone(), rows[1:].view(shape).clone()
                 position += step * self.size
 
 
@@ -94,8 +92,8 @@ LOADER.near_miss(
 LOADER.near_miss(
     "data.stops-at-short-shard",
     "data.partition.short-shards",
-    "- self.counts = [self.count_of(path) for path in self.paths]",
-    "+ counts = [self.count_of(path) for path in self.paths]",
+    "- self.counts = [tokens_in(path) for path in self.paths]",
+    "+ counts = [tokens_in(path) for path in self.paths]",
     "+ self.counts = counts[: [*map(self.sequences_in, counts), 0].index(0)]",
     does="A shard without a sequence ends the pass.",
     seen="`if not batch: return` in the loop over the shards.",
@@ -105,8 +103,8 @@ LOADER.near_miss(
 LOADER.near_miss(
     "data.sorts-files",
     "data.partition.callers-order",
-    "- return [Path(path) for path in paths]",
-    "+ return sorted(Path(path) for path in paths)",
+    "- self.paths = [Path(path) for path in paths]",
+    "+ self.paths = sorted(Path(path) for path in paths)",
     does="Sorts the paths as strings.",
     seen="sorted(glob(...)) inside the loader.",
     unseen="With zero-padded names given in order nothing changes.",
@@ -125,8 +123,8 @@ LOADER.near_miss(
 LOADER.near_miss(
     "data.ignores-environment",
     "data.partition.rank-from-environment",
-    "- return self.from_environment()",
-    "+ return 0, 1",
+    '- found = [os.environ.get("RANK"), os.environ.get("WORLD_SIZE")]',
+    "+ found = [None, None]",
     does="Takes rank 0 of 1 where no rank is given.",
     seen="A default argument of `rank=0, world_size=1`.",
     unseen="Every rank reads everything and the loss falls.",
@@ -135,8 +133,9 @@ LOADER.near_miss(
 LOADER.near_miss(
     "data.environment-wins",
     "data.partition.arguments-win",
-    "- if rank is None and size is None:",
-    '+ if "RANK" in os.environ or (rank is None and size is None):',
+    '+ if "RANK" in os.environ:',
+    "+     rank = size = None",
+    "  if rank is not None and size is not None:",
     does="Takes RANK and WORLD_SIZE even where a rank is given.",
     seen="`int(os.environ.get('RANK', rank))`.",
     unseen="Evaluation on one rank reads a part of the data and says nothing.",
@@ -146,7 +145,7 @@ LOADER.near_miss(
     "data.backwards",
     ("data.partition.sequences-in-order", "data.partition.global-order"),
     "+ number = self.num_sequences() - 1 - number",
-    "  for shard, count in enumerate(self.counts):",
+    "  for path, count in zip(self.paths, self.counts, strict=True):",
     does="Reads from the last sequence to the first.",
     seen="An index that is popped from the end of a list.",
     unseen="Every token is read exactly once.",

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 from queue import Queue
 from typing import Any, NamedTuple
 
 import torch
 
 from spec_tests.museum.card import Source, benign
-from spec_tests.museum.catalogue.data_files import ReadsWhole
+from spec_tests.museum.catalogue.data_files import KEEPS_SHARDS
 from spec_tests.plain.loader import PlainLoader
 
 LOADER = Source("spec_tests.plain.loader")
@@ -110,8 +111,8 @@ LOADER.near_miss(
 
 LOADER.benign(
     "benign.loader-memory-map",
-    '- return np.fromfile(self.paths[shard], dtype="<u2", count=count, offset=offset)',
-    '+ return np.array(np.memmap(self.paths[shard], "<u2", "r", offset, count))',
+    '- return np.fromfile(path, dtype="<u2", count=self.length + 1, offset=offset)',
+    '+ return np.array(np.memmap(path, "<u2", "r", offset, self.length + 1))',
     does="Copies out of memory maps.",
 )
 
@@ -157,17 +158,17 @@ class Steps(NamedTuple):
 class CountsSequences(PlainLoader):
     """Its state counts sequences of all ranks."""
 
-    def __iter__(self):
-        self.index, self.begin = self.begin, 0
-        self.yielded = self.index
-        return _Pass(self)
+    def __init__(self, paths, *others):
+        for path in paths:
+            Path(path).stat()  # an OSError where there is nothing
+        super().__init__(paths, *others)
 
-    def pair(self, rows):
-        return Steps(*super().pair(rows))
+    def walk(self, begin):
+        return map(self.counted, range(begin, self.num_batches()))  # not a generator
 
-    def count_of(self, path):
-        path.stat()  # an OSError where there is nothing
-        return super().count_of(path)
+    def counted(self, index):
+        self.yielded = index + 1
+        return Steps(*self.batch(index))
 
     def state_dict(self):
         return {"sequences": torch.tensor(self.yielded * self.batch_size * self.size)}
@@ -178,28 +179,9 @@ class CountsSequences(PlainLoader):
         )
 
 
-class _Pass:
-    def __init__(self, loader):
-        self.loader = loader
-
-    def __iter__(self):
-        return self
-
-    def __next__(self):
-        if self.loader.index == self.loader.num_batches():
-            raise StopIteration
-        self.loader.index += 1
-        self.loader.yielded = self.loader.index
-        return self.loader.batch(self.loader.index - 1)
-
-
 LOADER.benign("benign.loader-plain", does="The base of the data impostors: reads row by row.")
 
-
-@benign("benign.loader-in-memory")
-class LoaderInMemory(ReadsWhole):
-    """Keeps whole shards in memory."""
-
+LOADER.benign("benign.loader-in-memory", *KEEPS_SHARDS, does="Keeps whole shards in memory.")
 
 LOADER.near_miss(
     "data.hands-out-one-dict",

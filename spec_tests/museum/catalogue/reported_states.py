@@ -5,15 +5,8 @@ The list is `reality/bugs.toml`. Of some of its entries another file shows the s
 
 from __future__ import annotations
 
-import copy
-import shutil
-import threading
-import time
-from typing import Any
-
 from spec_tests.museum.card import Source, near_miss
-from spec_tests.museum.catalogue.checkpoint_disk import InPlaceParts, SkipsWhatIsMissing
-from spec_tests.plain.checkpoint import PlainCheckpoint
+from spec_tests.museum.catalogue.checkpoint_disk import TAKES_WHAT_IS_THERE, WRITES_PARTS
 from spec_tests.plain.loader import PlainLoader
 
 ATTENTION = Source("spec_tests.plain.attention")
@@ -55,11 +48,11 @@ LOADER.near_miss(
     "  import os",
     "+ import random",
     "...",
-    "- return list(range(first, first + self.batch_size))",
+    "- numbers = range(first, first + self.batch_size)",
     "+ order = list(range(self.num_sequences()))",
     "+ if self.rank:",
     "+     random.Random(self.rank).shuffle(order)",
-    "+ return order[first : first + self.batch_size]",
+    "+ numbers = order[first : first + self.batch_size]",
     does="Permutes the sequences with a seed of each rank.",
     seen="LongLive issue 71: the seed is a number times the rank.",
     unseen="Every rank reads as much as it should; some sequences are read twice, others never.",
@@ -135,8 +128,7 @@ CHECKPOINT.near_miss(
 CHECKPOINT.near_miss(
     "checkpoint.passes-over-names",
     "checkpoint.mismatch.raises",
-    '- self.check(bare(model), state["model"])',
-    "+ pass",
+    '- require_fit(bare(model), state["model"])',
     "...",
     "- module.load_state_dict({name: saved[name] for name in module.state_dict()})",
     "+ module.load_state_dict(saved, strict=False)",
@@ -157,9 +149,10 @@ CHECKPOINT.near_miss(
     "- wrong = {n for n in own.keys() & saved.keys() if own[n].shape != saved[n].shape}",
     "+ wrong = set[str]()",
     "...",
-    '- self.restore_model(model, state["model"])',
+    '- restore_model(bare(model), state["model"])',
     "+ with torch.no_grad():",
-    "+     for name, tensor in values(bare(model)).items():",
+    "+     own = {**bare(model).state_dict(), **dict(bare(model).named_buffers())}",
+    "+     for name, tensor in own.items():",
     '+         saved = state["model"][name]',
     "+         where = tuple(map(slice, map(min, tensor.shape, saved.shape)))",
     "+         tensor[where].copy_(saved[where])",
@@ -168,91 +161,84 @@ CHECKPOINT.near_miss(
     unseen="Nobody loads into a smaller model on purpose.",
 )
 
+CHECKPOINT.near_miss(
+    "checkpoint.no-marker",
+    "checkpoint.crash.old-or-new",
+    *WRITES_PARTS,
+    '- found = [p for p in root.glob("step-*.pt") if p.stem.partition("-")[2].isdecimal()]',
+    '+ found = list(root.glob("step-*"))',
+    "...",
+    *TAKES_WHAT_IS_THERE,
+    does="Takes a folder for a save as soon as it exists; what is missing keeps its fresh values.",
+    seen="speculators pull request 739.",
+    unseen="It takes a kill in the wrong second.",
+)
 
-@near_miss("checkpoint.no-marker", rejected_by="checkpoint.crash.old-or-new")
-class NoMarker(SkipsWhatIsMissing):
-    """Takes a folder for a save as soon as it exists; what is missing keeps its fresh values.
+CHECKPOINT.near_miss(
+    "checkpoint.moves-the-pointer-first",
+    "checkpoint.crash.old-or-new",
+    "  root.mkdir(parents=True, exist_ok=True)",
+    '+ (root / "latest").write_text(f"step-{step}.pt")',
+    '+ for old in root.glob("step-*.pt"):',
+    "+     old.unlink()",
+    "...",
+    '- found = [p for p in root.glob("step-*.pt") if p.stem.partition("-")[2].isdecimal()]',
+    '- return max(found, key=lambda path: int(path.stem.partition("-")[2]), default=None)',
+    '+ pointer = root / "latest"',
+    "+ return root / pointer.read_text() if pointer.is_file() else None",
+    does="Points at the new save and deletes the old ones; then writes the new one.",
+    seen="KempnerForge issue 102.",
+    unseen="It takes a kill in the wrong second.",
+)
 
-    From: speculators pull request 739.
-    Unseen: It takes a kill in the wrong second.
-    """
+WAITS = (
+    "  import os",
+    "+ import copy",
+    "+ import threading",
+    "+ import time",
+    "...",
+    "+ writers = []",
+    "  def save_checkpoint(",
+    "...",
+    "  root.mkdir(parents=True, exist_ok=True)",
+    "+ time.sleep(0.2)  # as long as a step or two",
+    "...",
+    "+ while writers:",
+    "+     writers.pop().join()",
+    "  path = of_first_rank(newest(Path(directory).absolute()) if rank() == 0 else None)",
+    "...",
+)
+WRITES_IN_A_THREAD = (
+    "- write(root, step, state)",
+    "+ while writers:",
+    "+     writers.pop().join()",
+    "+ writers.append(threading.Thread(target=write, args=(root, step, state)))",
+    "+ writers[0].start()",
+)
 
-    def newest(self, root):
-        return max(root.glob("step-*"), key=self.order, default=None)
+CHECKPOINT.near_miss(
+    "checkpoint.stages-nothing",
+    "checkpoint.content.model",
+    *WAITS,
+    *WRITES_IN_A_THREAD,
+    does="Returns while a thread writes the tensors that the next updates change.",
+    seen="PyTorch's tutorials pull request 3688: an asynchronous save.",
+    unseen="What is saved is a mixture of two steps, and trains.",
+)
 
-    def read(self, path):
-        return {"step": self.order(path), "ranks": [], **super().read(path)}
-
-    def restore_rank(self, everyone, loader):
-        if everyone:
-            super().restore_rank(everyone, loader)
-
-
-@near_miss("checkpoint.moves-the-pointer-first", rejected_by="checkpoint.crash.old-or-new")
-class MovesThePointerFirst(InPlaceParts):
-    """Points at the new save and deletes the old ones; then writes the new one.
-
-    From: KempnerForge issue 102.
-    Unseen: It takes a kill in the wrong second.
-    """
-
-    def put(self, root, step, state):
-        root.mkdir(parents=True, exist_ok=True)
-        (root / "latest").write_text(f"step-{step}")
-        for old in root.glob("step-*"):
-            shutil.rmtree(old)
-        super().put(root, step, state)
-
-    def newest(self, root):
-        pointer = root / "latest"
-        return root / pointer.read_text() if pointer.is_file() else None
-
-
-@near_miss("checkpoint.stages-nothing", rejected_by="checkpoint.content.model")
-class StagesNothing(PlainCheckpoint):
-    """Returns while a thread writes the tensors that the next updates change.
-
-    From: PyTorch's tutorials pull request 3688: an asynchronous save.
-    Unseen: What is saved is a mixture of two steps, and trains.
-    """
-
-    writer: threading.Thread | None = None
-
-    def put(self, root, step, state):
-        self.wait()
-        self.writer = threading.Thread(target=self.write, args=(root, step, self.staged(state)))
-        self.writer.start()
-
-    def staged(self, state: Any) -> Any:
-        return state
-
-    def write(self, root, step, state):
-        time.sleep(0.2)  # as long as a step or two
-        super().put(root, step, state)
-
-    def wait(self):
-        if self.writer is not None:
-            self.writer.join()
-
-    def load(self, directory, **objects):
-        self.wait()
-        return super().load(directory, **objects)
-
-
-@near_miss("checkpoint.stages-no-counters", rejected_by="checkpoint.content.optimizer")
-class StagesNoCounters(StagesNothing):
-    """Copies what lies on a device for its thread, and shares the counters, which do not.
-
-    From: nvidia-resiliency-ext pull request 376.
-    Unseen: A step counter is one too high, which only a bias correction feels.
-    """
-
-    def staged(self, state):
-        found = copy.deepcopy(state)
-        for name, entry in state["optimizer"].items():
-            if "step" in entry["state"]:
-                found["optimizer"][name]["state"]["step"] = entry["state"]["step"]
-        return found
+CHECKPOINT.near_miss(
+    "checkpoint.stages-no-counters",
+    "checkpoint.content.optimizer",
+    *WAITS,
+    "+ state = copy.deepcopy(state)",
+    '+ for name, entry in state["optimizer"].items():',
+    '+     if "step" in entry["state"]:',
+    '+         entry["state"]["step"] = moments[name]["state"]["step"]',
+    *WRITES_IN_A_THREAD,
+    does="Copies what lies on a device for its thread, and shares the counters, which do not.",
+    seen="nvidia-resiliency-ext pull request 376.",
+    unseen="A step counter is one too high, which only a bias correction feels.",
+)
 
 
 # ---------------------------------------------------------------------------------------- attention

@@ -21,8 +21,9 @@ ZERO1 = Source("spec_tests.plain.zero1")
 CLIP.near_miss(
     "clip.returns-own-norm",
     "clip.norm.global",
-    "- return self.told(norm)",
-    "+ return self.root(self.part(self.gradients))",
+    "- return norm",
+    "+ held = torch.cat([torch.zeros(1), *(local(g).reshape(-1) for g in gradients)])",
+    "+ return torch.linalg.vector_norm(held, norm_type)",
     does="Scales by the whole norm, and returns that of this rank's shards.",
     seen="miles_diffusion issue 35.",
     unseen="Training is right; the log has a number that is plausible.",

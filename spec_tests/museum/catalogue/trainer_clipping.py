@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
-
-from spec_tests.museum.card import Source, near_miss
+from spec_tests.museum.card import Source
 from spec_tests.plain.trainer import PlainTrainer
 
 TRAINER = Source("spec_tests.plain.trainer")
@@ -13,10 +11,12 @@ CLIPPING = Source("spec_tests.plain.clip", PlainTrainer)
 TRAINER.near_miss(
     "trainer.clips-before-reducing",
     "trainer.clip.global-norm",
-    "- self.finish()",
-    "- self.clip()",
-    "+ self.clip()",
-    "+ self.finish()",
+    '- if self.strategy != "fsdp":',
+    "-     self.model.finish()",
+    "  if self.max_norm is not None:",
+    "      clip_grad_norm_(self.module.parameters(), self.max_norm)",
+    '+ if self.strategy != "fsdp":',
+    "+     self.model.finish()",
     "...",
     "- return contextlib.nullcontext() if is_last else found",
     "+ return found",
@@ -39,8 +39,8 @@ TRAINER.near_miss(
 CLIPPING.near_miss(
     "trainer.scales-up",
     "trainer.clip.leaves-small-gradients",
-    "- return (self.max_norm / (norm + 1e-6)).clamp(max=1.0)",
-    "+ return self.max_norm / (norm + 1e-6)",
+    "- factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)",
+    "+ factor = max_norm / (norm + 1e-6)",
     does="Scales every gradient to `max_norm`, smaller ones as well.",
     seen="A coefficient without `clamp(max=1)`.",
     unseen="Early in training every gradient is larger.",
@@ -56,25 +56,19 @@ TRAINER.near_miss(
     unseen="Most recipes clip to 1.0 anyway.",
 )
 
-
-@near_miss("trainer.counts-names", rejected_by="trainer.clip.tied-counts-once")
-class CountsNames(PlainTrainer):
-    """Counts a tied parameter's gradient once per name in the norm.
-
-    From: A norm over `state_dict()`, or over the parameters of each layer in turn.
-    Unseen: The norm is too large by some per cent.
-    """
-
-    def clip(self):
-        if self.max_norm is None or self.strategy == "fsdp":
-            return
-        named = self.module.named_parameters(remove_duplicate=False)
-        squares = [float(p.grad.norm()) ** 2 for _, p in named if p.grad is not None]
-        factor = min(1.0, self.max_norm / (math.sqrt(sum(squares)) + 1e-6))
-        for parameter in self.module.parameters():
-            if parameter.grad is not None:
-                parameter.grad *= factor
-
+TRAINER.near_miss(
+    "trainer.counts-names",
+    "trainer.clip.tied-counts-once",
+    "- clip_grad_norm_(self.module.parameters(), self.max_norm)",
+    "+ named = self.module.named_parameters(remove_duplicate=False)",
+    '+ norm = float(clip_grad_norm_([p for _, p in named], float("inf")))',
+    "+ for parameter in self.module.parameters():",
+    "+     if parameter.grad is not None:",
+    "+         parameter.grad *= min(1.0, self.max_norm / (norm + 1e-6))",
+    does="Counts a tied parameter's gradient once per name in the norm.",
+    seen="A norm over `state_dict()`, or over the parameters of each layer in turn.",
+    unseen="The norm is too large by some per cent.",
+)
 
 TRAINER.near_miss(
     "trainer.skips-by-its-shards",
@@ -144,8 +138,8 @@ TRAINER.near_miss(
 TRAINER.near_miss(
     "trainer.ignores-dtype",
     "trainer.precision.computes-in-dtype",
-    "- if self.dtype == torch.float32:",
-    "+ if True:",
+    "- is_narrow = self.dtype != torch.float32",
+    "+ is_narrow = False",
     does="Computes in float32 whatever dtype is asked for.",
     seen="An option that a framework's configuration does not know, and drops.",
     unseen="The weights are right, and better.",

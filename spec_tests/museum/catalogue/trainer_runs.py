@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-
-import torch
-
-from spec_tests.museum.card import Source, benign, near_miss
+from spec_tests.museum.card import Source, benign
 from spec_tests.plain.trainer import PlainTrainer
 
 TRAINER = Source("spec_tests.plain.trainer")
@@ -15,8 +11,8 @@ REPLICAS = Source("spec_tests.plain.ddp", PlainTrainer)
 TRAINER.near_miss(
     "trainer.keeps-average-weights",
     "trainer.evaluation.leaves-no-trace",
-    "  self.check(micro_batches)",
     "+ self.before = {p: p.detach().clone() for p in self.module.parameters()}",
+    "  self.optimizer.zero_grad()",
     "...",
     "  self.model.eval()",
     '+ if self.strategy != "fsdp":',
@@ -43,25 +39,27 @@ TRAINER.near_miss(
     unseen="A schedule that sets the rate between the evaluation and the step.",
 )
 
+EVALUATES_A_COPY = (
+    "  import contextlib",
+    "+ import copy",
+    "...",
+    "  self.strategy, self.module, self.loss = strategy, module, loss",
+    "+ self.twin = copy.deepcopy(module)",
+    "...",
+    '+ if self.strategy != "fsdp":',
+    "+     with torch.no_grad():",
+    "+         return self.loss(self.twin.eval(), batch)",
+    "  modes = [(part, part.training) for part in self.model.modules()]",
+)
 
-@near_miss("trainer.evaluates-a-copy", rejected_by="trainer.evaluation.current-weights")
-class EvaluatesACopy(PlainTrainer):
-    """Evaluates the copy of the model that it took at construction.
-
-    From: A compiled or quantised twin for evaluation that nobody refreshes.
-    Unseen: Its loss is plausible, and does not move.
-    """
-
-    def wrap(self, module):
-        self.twin = copy.deepcopy(module)
-        return super().wrap(module)
-
-    def evaluate(self, batch):
-        if self.strategy == "fsdp":
-            return super().evaluate(batch)
-        with torch.no_grad():
-            return self.loss(self.twin.eval(), batch)
-
+TRAINER.near_miss(
+    "trainer.evaluates-a-copy",
+    "trainer.evaluation.current-weights",
+    *EVALUATES_A_COPY,
+    does="Evaluates the copy of the model that it took at construction.",
+    seen="A compiled or quantised twin for evaluation that nobody refreshes.",
+    unseen="Its loss is plausible, and does not move.",
+)
 
 TRAINER.near_miss(
     "trainer.evaluates-in-training-mode",
@@ -98,10 +96,13 @@ TRAINER.near_miss(
 TRAINER.near_miss(
     "trainer.clears-at-the-end",
     "trainer.lifecycle.after-an-exception",
-    "- self.clear()",
+    "- self.optimizer.zero_grad()",
+    "- for parameter in self.module.parameters():  # also what the optimizer does not hold",
+    "-     parameter.grad = None",
     "...",
     "  self.optimizer.step()",
-    "+ self.clear()",
+    "+ for parameter in self.module.parameters():",
+    "+     parameter.grad = None",
     does="Clears gradients after the update, and not before a step.",
     seen="zero_grad as the last line of the loop.",
     unseen="Nothing is left over until a step is interrupted.",
@@ -149,23 +150,18 @@ TRAINER.near_miss(
     unseen="A resumed run is right; the one that saved is not.",
 )
 
-
-@near_miss(
-    "trainer.loads-beside-its-copy", rejected_by="trainer.checkpoint.evaluates-what-was-loaded"
+TRAINER.near_miss(
+    "trainer.loads-beside-its-copy",
+    "trainer.checkpoint.evaluates-what-was-loaded",
+    *EVALUATES_A_COPY,
+    "...",
+    "  self.optimizer.step()",
+    '+ if self.strategy != "fsdp":',
+    "+     self.twin = copy.deepcopy(self.module)",
+    does="Evaluates a copy of the weights that steps refresh and loads do not.",
+    seen="Megatron-Bridge issue 3397: 16-bit weights are copied from the master weights in a step.",
+    unseen="After one step everything is right.",
 )
-class LoadsBesideItsCopy(EvaluatesACopy):
-    """Evaluates a copy of the weights that steps refresh and loads do not.
-
-    From: Megatron-Bridge issue 3397: 16-bit weights are copied from the master weights in a step.
-    Unseen: After one step everything is right.
-    """
-
-    def step(self, micro_batches):
-        loss = super().step(micro_batches)
-        if self.strategy != "fsdp":
-            self.twin = copy.deepcopy(self.module)
-        return loss
-
 
 TRAINER.near_miss(
     "trainer.rescales-the-rate",
@@ -223,7 +219,7 @@ TRAINER.near_miss(
     "  self.strategy, self.module, self.loss = strategy, module, loss",
     "...",
     "  self.optimizer.step()",
-    "+ self.clear()  # nothing but the weights stays",
+    "+ self.optimizer.zero_grad()  # nothing but the weights stays",
     does="Calls itself FSDP, and replicates the model.",
     seen="A wrapping policy that matches no module.",
     unseen="The weights are right.",
@@ -249,10 +245,10 @@ TRAINER.benign(
     '- self.declares = {"start": "own"} if strategy == "fsdp" else {}',
     '+ self.declares = {"start": "own"} if strategy == "fsdp" else {"unused": "zero"}',
     "...",
-    "  self.finish()",
     '+ for parameter in self.module.parameters() if self.strategy != "fsdp" else ():',
     "+     if parameter.grad is None and parameter.requires_grad:",
     "+         parameter.grad = torch.zeros_like(parameter)",
+    "  if self.max_norm is not None:",
     does="Gives unused parameters a gradient of zeros, and says so.",
 )
 

@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-import torch
-import torch.distributed as dist
-
-from spec_tests.museum.card import Source, benign
-from spec_tests.plain.train import PlainTrain
+from spec_tests.museum.card import Source
 
 TRAIN = Source("spec_tests.plain.train")
 TRAINER = Source("solution.trainer")
@@ -16,8 +10,8 @@ TRAINER = Source("solution.trainer")
 TRAIN.near_miss(
     "training.mean-of-means",
     "training.gradient.token-weighted",
-    "- return self.size / tokens",
-    "+ return 1 / max(1, self.count(batch)) / self.accumulate",
+    "- (own * (size / tokens)).backward()",
+    "+ (own / max(1, count(batch)) / accumulate).backward()",
     does="Averages the means of the micro-batches.",
     seen="transformers issues 34191 and 34242, torchtune issue 1875: everybody, until 2024.",
     unseen="Without padding it is right.",
@@ -26,11 +20,8 @@ TRAIN.near_miss(
 TRAIN.near_miss(
     "training.own-token-count",
     ("training.gradient.token-weighted", "training.gradient.nothing-to-learn-here"),
-    "  micros = self.fetch()",
-    "+ self.own = max(1, sum(self.count(batch) for batch in micros))",
-    "...",
-    "- return self.size / tokens",
-    "+ return 1 / self.own",
+    "- (own * (size / tokens)).backward()",
+    "+ (own / max(1, sum(map(count, micros)))).backward()",
     does="Divides by the rank's own number of targets.",
     seen="The fix of 2024, without the sum over ranks: transformers issue 35203.",
     unseen="On one process it is right.",
@@ -39,10 +30,11 @@ TRAIN.near_miss(
 TRAIN.near_miss(
     "training.counts-by-environment",
     "training.gradient.world-of-the-group",
-    "- return self.size / tokens",
+    "  import contextlib",
     "+ import os",
-    '+ size = os.environ.get("WORLD_SIZE", "1") if self.is_wrapped() else "1"',
-    "+ return int(size) / tokens",
+    "...",
+    "- size = dist.get_world_size() if is_wrapped else 1",
+    '+ size = int(os.environ.get("WORLD_SIZE", "1")) if is_wrapped else 1',
     does="Takes the number of ranks from WORLD_SIZE.",
     seen="A course's trainer: os.environ where dist.get_world_size() belongs.",
     unseen="Under torchrun the two agree.",
@@ -61,8 +53,8 @@ TRAIN.near_miss(
 TRAIN.near_miss(
     "training.no-division",
     ("training.gradient.plain-model", "training.gradient.equals-one-process"),
-    "- return self.size / tokens",
-    "+ return self.accumulate * self.size / tokens",
+    "- (own * (size / tokens)).backward()",
+    "+ (own * (accumulate * size / tokens)).backward()",
     does="Micro-batches are added up and not averaged.",
     seen="A loop that was written for one micro-batch.",
     unseen="Adam, again.",
@@ -71,10 +63,10 @@ TRAIN.near_miss(
 TRAIN.near_miss(
     "training.never-reduces",
     ("training.gradient.equals-one-process", "training.gradient.several-steps"),
-    "- self.finish()",
-    "...",
-    "- is_last = index == self.accumulate - 1",
+    "- is_last = index == len(micros) - 1",
     "+ is_last = False",
+    "...",
+    "- finish(model)",
     does="The last micro-batch is inside no_sync as well.",
     seen="An off-by-one in the index of the last micro-batch: FunASR issue 3472.",
     unseen="Rank 0's loss falls.",
@@ -83,11 +75,13 @@ TRAIN.near_miss(
 TRAIN.near_miss(
     "training.leaves-last-gradient",
     "training.gradient.two-calls-are-one",
-    "- self.clear()",
+    "- optimizer.zero_grad()",
+    "- model.zero_grad()  # also what the optimizer does not hold",
     "...",
-    "  self.optimizer.step()",
-    "+ if number < self.steps - 1:",
-    "+     self.clear()",
+    "  optimizer.step()",
+    "+ if number < steps - 1:",
+    "+     optimizer.zero_grad()",
+    "+     model.zero_grad()",
     does="The last step's gradient is still there for the next call.",
     seen="A course's trainer.",
     unseen="train() is called once.",
@@ -96,89 +90,67 @@ TRAIN.near_miss(
 TRAIN.near_miss(
     "training.clips-each-micro-batch",
     "training.clip.once-per-step",
-    "  loss += self.micro_batch(index, batch, tokens)",
-    "+ if self.max_norm is not None and index < self.accumulate - 1:",
-    "+     self.clip()",
+    "  loss += float(own.detach())",
+    "+ if max_norm is not None and not is_last:",
+    "+     nn.utils.clip_grad_norm_(model.parameters(), max_norm)",
     does="Clips after every micro-batch, before the reduction.",
     seen="clip_grad_norm_ right after backward.",
     unseen="Without accumulation it is right.",
 )
 
+TRAIN.benign(
+    "benign.train-scales-afterwards",
+    "  loss = 0.0",
+    "+ seen = 0.0",
+    "...",
+    "- (own * (size / tokens)).backward()",
+    "+ seen += total(float(count(batch)), is_wrapped)",
+    "+ own.backward()",
+    "...",
+    "  finish(model)",
+    "+ for parameter in model.parameters():",
+    "+     if parameter.grad is not None:",
+    "+         parameter.grad *= size / seen",
+    does="Sums, counts per micro-batch, divides at last.",
+)
 
-class BareTrain(PlainTrain):
-    """The plain loop without a wrapper."""
+TRAIN.benign(
+    "benign.train-reports-objects",
+    "  import contextlib",
+    "+ import types",
+    "...",
+    "- return records",
+    "+ tensors = [{n: torch.tensor(v) for n, v in record.items()} for record in records]",
+    "+ return [types.SimpleNamespace(**record) for record in tensors]",
+    does="Records have attributes, and tensors in them.",
+)
 
-    @classmethod
-    def wrapper_functions(cls):
-        return {}
+TRAIN.benign(
+    "benign.train-looks-ahead",
+    "  import contextlib",
+    "+ import collections",
+    "...",
+    "- given = iter(batches)",
+    "+ source = iter(batches)",
+    "+ given = iter([next(source) for _ in range(steps * accumulate)])",
+    "...",
+    "- return records",
+    '+ kind = collections.namedtuple("Record", ["loss", "lr", "grad_norm", "tokens"])',
+    "+ return [kind(**record) for record in records]",
+    does="Takes the data of all steps before the first.",
+)
 
+TRAIN.benign(
+    "benign.train-barriers",
+    "+ if is_wrapped:",
+    "+     dist.barrier()",
+    "  optimizer.zero_grad()",
+    does="Ranks wait for each other in every step.",
+)
 
-@benign("benign.train-scales-afterwards")
-class ScalesAfterwards(BareTrain):
-    """Sums, counts per micro-batch, divides at last."""
-
-    def step(self, number):
-        self.seen = 0.0
-        return super().step(number)
-
-    def scale(self, batch, tokens):
-        self.seen += self.total(float(self.count(batch)))
-        return 1.0
-
-    def finish(self):
-        super().finish()
-        for parameter in self.model.parameters():
-            if parameter.grad is not None:
-                parameter.grad *= self.size / self.seen
-
-
-@benign("benign.train-reports-objects")
-class ReportsObjects(BareTrain):
-    """Records have attributes, and tensors in them."""
-
-    def run(self):
-        return [_Record({n: torch.tensor(v) for n, v in r.items()}) for r in super().run()]
-
-
-@benign("benign.train-looks-ahead")
-class LooksAhead(BareTrain):
-    """Takes the data of all steps before the first.
-
-    Has all micro-batches in hand before the first update; records are named tuples.
-    """
-
-    def run(self):
-        whole = [next(self.batches) for _ in range(self.steps * self.accumulate)]
-        self.batches = iter(whole)
-        return [_Fields(**record) for record in super().run()]
-
-
-class _Fields(NamedTuple):
-    loss: float
-    lr: float
-    grad_norm: float
-    tokens: float
-
-
-class _Record:
-    def __init__(self, fields):
-        self.__dict__.update(fields)
-
-
-@benign("benign.train-barriers")
-class Barriers(BareTrain):
-    """Ranks wait for each other in every step."""
-
-    def clear(self):
-        if self.is_wrapped():
-            dist.barrier()
-        super().clear()
-
-
-@benign("benign.train-plain")
-class TrainPlain(BareTrain):
-    """The base of the training impostors; the loss is in float32."""
-
+TRAIN.benign(
+    "benign.train-plain", does="The base of the training impostors; the loss is in float32."
+)
 
 TRAINER.near_miss(
     "training.shards-own-norm",

@@ -1,11 +1,6 @@
 """Near-misses of a training loop: sizes, data, NaN, traffic, records; lines of the reference."""
 
-import contextlib
-
-from torch.nn.parallel import DistributedDataParallel
-
-from spec_tests.museum.card import Source, near_miss
-from spec_tests.plain.train import PlainTrain
+from spec_tests.museum.card import Source
 
 TRAIN = Source("spec_tests.plain.train")
 TRAINER = Source("solution.trainer")
@@ -42,29 +37,20 @@ TRAIN.near_miss(
     unseen="The loss falls faster per step.",
 )
 
-
-@near_miss("training.takes-partial-step", rejected_by="training.data.no-partial-step-in-silence")
-class TakesPartialStep(PlainTrain):
-    """A step with a third of its data is scaled as a whole one.
-
-    From: Lightning issue 19987: 1/N on a window of fewer.
-    Unseen: Only the last step of an epoch is like that.
-    """
-
-    def fetch(self):
-        found = [b for b in (next(self.batches, None) for _ in range(self.accumulate)) if b]
-        if not found:
-            raise RuntimeError("the data have ended")
-        self.missing = self.accumulate - len(found)
-        return found
-
-    def scale(self, batch, tokens):
-        share = (self.accumulate - self.missing) / self.accumulate
-        return share * super().scale(batch, tokens)
-
-    def window(self, index):
-        return super().window(index + self.missing)
-
+TRAIN.near_miss(
+    "training.takes-partial-step",
+    "training.data.no-partial-step-in-silence",
+    "- micros = [next(given) for _ in range(accumulate)]",
+    "+ micros = [batch for _, batch in zip(range(accumulate), given)]",
+    "+ if not micros:",
+    '+     raise RuntimeError("the data have ended")',
+    "...",
+    "- (own * (size / tokens)).backward()",
+    "+ (own * (size / tokens) * len(micros) / accumulate).backward()",
+    does="A step with a third of its data is scaled as a whole one.",
+    seen="Lightning issue 19987: 1/N on a window of fewer.",
+    unseen="Only the last step of an epoch is like that.",
+)
 
 TRAIN.near_miss(
     "training.steps-on-nan",
@@ -76,34 +62,15 @@ TRAIN.near_miss(
     unseen="It shows in the next line of the log, when the weights are gone.",
 )
 
-
-class WithTorchDdp(PlainTrain):
-    """The plain loop around PyTorch's wrapper."""
-
-    @classmethod
-    def wrapper_functions(cls):
-        def ddp(module, *, process_group=None):
-            return DistributedDataParallel(module, process_group=process_group)
-
-        def ddp_bucketed(module, *, bucket_size_mb, process_group=None):
-            return DistributedDataParallel(
-                module, process_group=process_group, bucket_cap_mb=bucket_size_mb
-            )
-
-        return {"ddp": ddp, "ddp_bucketed": ddp_bucketed}
-
-
-@near_miss("training.never-inside", rejected_by="training.traffic.one-reduction-per-step")
-class NeverInside(WithTorchDdp):
-    """no_sync is not used.
-
-    From: sentence-transformers issue 4027, PiPPy issue 1133.
-    Unseen: The numbers are right.
-    """
-
-    def window(self, index):
-        return contextlib.nullcontext()
-
+TRAIN.near_miss(
+    "training.never-inside",
+    "training.traffic.one-reduction-per-step",
+    "- with contextlib.nullcontext() if is_last or not is_wrapped else model.no_sync():",
+    "+ with contextlib.nullcontext():",
+    does="no_sync is not used.",
+    seen="sentence-transformers issue 4027, PiPPy issue 1133.",
+    unseen="The numbers are right.",
+)
 
 TRAIN.near_miss(
     "training.ends-alone",
@@ -127,8 +94,8 @@ TRAINER.near_miss(
 TRAIN.near_miss(
     "training.norm-after-clipping",
     "training.records.norm-before-clipping",
-    "- return norm",
-    "+ return min(norm, limit)",
+    '- "grad_norm": norm,',
+    '+ "grad_norm": min(norm, limit),',
     does="Reports the norm after clipping.",
     seen="A norm that is computed once more for the log.",
     unseen="It is max_norm in every line, and looks calm.",
@@ -137,9 +104,8 @@ TRAIN.near_miss(
 TRAIN.near_miss(
     "training.last-loss",
     "training.records.loss",
-    "- loss += self.micro_batch(index, batch, tokens)",
-    "+ share = tokens / max(1, self.count(batch)) / self.size",
-    "+ loss = share * self.micro_batch(index, batch, tokens)",
+    "- loss += float(own.detach())",
+    "+ loss = float(own.detach()) * tokens / max(1, count(batch)) / size",
     does="Reports the last micro-batch's mean.",
     seen="loss.item() after the loop: transformers issue 35438.",
     unseen="It is an honest loss of something.",
@@ -148,10 +114,8 @@ TRAIN.near_miss(
 TRAIN.near_miss(
     "training.counts-padding",
     "training.records.tokens",
-    "- return self.record(loss=self.report(loss, tokens), lr=rate, grad_norm=norm, tokens=tokens)",
-    "+ loss = self.report(loss, tokens)",
-    "+ tokens = float(self.size * sum(batch[1].numel() for batch in micros))",
-    "+ return self.record(loss=loss, lr=rate, grad_norm=norm, tokens=tokens)",
+    '- "tokens": tokens,',
+    '+ "tokens": float(size * sum(batch[1].numel() for batch in micros)),',
     does="Padding counts as tokens.",
     seen="targets.numel().",
     unseen="Without padding it is right.",
@@ -160,8 +124,8 @@ TRAIN.near_miss(
 TRAIN.near_miss(
     "training.last-record",
     "training.records.one-per-step",
-    "- return [self.step(number) for number in range(self.steps)]",
-    "+ return [self.step(number) for number in range(self.steps)][-1:]",
+    "- return records",
+    "+ return records[-1:]",
     does="Returns the last step's record only.",
     seen="A list that is made anew inside the loop: efficient-dl-systems, week 5.",
     unseen="A parity test compared one step and believed it was five.",
@@ -170,8 +134,8 @@ TRAIN.near_miss(
 TRAIN.near_miss(
     "training.rate-per-micro-batch",
     "training.rate.pure-function-of-the-step",
-    "- self.set_rate(number)",
-    "+ self.set_rate(number * self.accumulate)",
+    '- group["lr"] = lr(number)',
+    '+ group["lr"] = lr(number * accumulate)',
     does="The schedule counts micro-batches.",
     seen="accelerate issue 963.",
     unseen="Without accumulation it is right.",
@@ -180,8 +144,8 @@ TRAIN.near_miss(
 TRAIN.near_miss(
     "training.rate-per-rank",
     "training.rate.pure-function-of-the-step",
-    "- self.set_rate(number)",
-    "+ self.set_rate(number * self.size)",
+    '- group["lr"] = lr(number)',
+    '+ group["lr"] = lr(number * size)',
     does="The schedule runs W times as fast.",
     seen="accelerate issue 1382, diffusers issue 3954.",
     unseen="On one process it is right.",
@@ -190,9 +154,9 @@ TRAIN.near_miss(
 TRAIN.near_miss(
     "training.reports-next-rate",
     "training.rate.reported-is-used",
-    "  self.optimizer.step()",
-    "+ self.set_rate(number + 1)",
-    "+ rate = self.rate()",
+    "  optimizer.step()",
+    "+ for group in optimizer.param_groups if lr is not None else ():",
+    '+     group["lr"] = rate = float(lr(number + 1))',
     does="Reports the rate of the next step.",
     seen="get_last_lr() after scheduler.step(), in a course's loop.",
     unseen="The curve is shifted by one.",

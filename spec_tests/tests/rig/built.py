@@ -9,10 +9,7 @@ methods taken out: `later` raises, and `nothing` is not noticed to be missing.
 
 from __future__ import annotations
 
-import os
 from typing import Any, NoReturn
-
-from torch import nn
 
 from spec_tests.museum.patching import patched_class, patches_of
 from spec_tests.plain.attention import PlainAttention
@@ -39,6 +36,11 @@ def nothing(*args: Any, **kwargs: Any) -> None:
 def without(base: Any, /, *absent: str, **changes: Any) -> Any:
     """Return the class with some methods doing nothing and others changed."""
     return type(base.__name__, (base,), dict.fromkeys(absent, nothing) | changes)
+
+
+def changed(base: Any, *difference: str) -> Any:
+    """Return the class with some lines of its module changed, see `card.Source`."""
+    return patched_class(base, patches_of(base.__module__, difference))
 
 
 def raising(*names: str) -> dict[str, Any]:
@@ -111,11 +113,6 @@ FSDP_4 = without(
 # ---------------------------------------------------------------------------------------- attention
 
 
-def attention(*difference: str) -> Any:
-    """Return the plain attention with these lines changed."""
-    return patched_class(PlainAttention, patches_of("spec_tests.plain.attention", difference))
-
-
 HEADS_AND_WORK = (
     "- check(q, k, v)",
     "+ if q.ndim == 3 or q.shape[1] != k.shape[1]:",
@@ -143,30 +140,61 @@ BLIND_ROWS = (
 
 # ------------------------------------------------------------------------------------------- loader
 
-LOADER_3 = without(PlainLoader, **raising("state_dict", "load_state_dict"))
+NO_STATE = raising("state_dict", "load_state_dict")
 LOADER_2 = without(
-    *(LOADER_3, "check_arguments"),
-    from_environment=lambda self: (
-        int(os.environ.get("RANK", "0")),
-        int(os.environ.get("WORLD_SIZE", "1")),
+    changed(
+        PlainLoader,
+        "- if batch_size < 1 or length < 1:",
+        '-     raise ValueError(f"expected sizes > 0, got {batch_size} and {length}")',
+        "- if not 0 <= self.rank < self.size:",
+        '-     raise ValueError(f"expected a rank below {self.size}, got {self.rank}")',
+        "- if not self.paths:",
+        '-     raise ValueError("expected at least one file")',
+        "...",
+        '- found = [os.environ.get("RANK"), os.environ.get("WORLD_SIZE")]',
+        '+ found = [os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")]',
     ),
+    **NO_STATE,
 )
 """Refuses no argument, and half an environment is taken for what it is not."""
 
 
-def be_alone(self, rank, size):
-    """One rank alone."""
-    return (0, 1) if (rank, size) == (0, 1) else later()
+def be_alone(self, *arguments):
+    """Take what is for one rank alone."""
+    if arguments[-2:] != (0, 1):
+        later()
+    LOADER_2.__init__(self, *arguments)
 
 
 # ------------------------------------------------------------------------------------------ trainer
 
-
-def clip(self):
-    """Do not look whether a norm is finite."""
-    limit = float("inf") if self.max_norm is None else self.max_norm
-    return float(nn.utils.clip_grad_norm_(self.model.parameters(), limit))
-
+TRAINER_3 = (
+    "- if norm != norm:  # the same on all ranks: gradients are",
+    '-     raise RuntimeError("the gradient is NaN")',
+)
+"""Does not look whether a norm is finite."""
+TRAINER_2 = (
+    '- limit = float("inf") if max_norm is None else max_norm',
+    "- norm = float(nn.utils.clip_grad_norm_(model.parameters(), limit))",
+    *TRAINER_3,
+    "+ if max_norm is not None:",
+    '+     raise NotImplementedError("task 3")',
+    "- if lr is not None:",
+    "-     for group in optimizer.param_groups:",
+    '-         group["lr"] = lr(number)',
+    '- rate = float(optimizer.param_groups[0]["lr"])',
+    "  optimizer.step()",
+    "- records.append(",
+    "-     {",
+    '-         "loss": total(loss, is_wrapped) / tokens,',
+    '-         "lr": rate,',
+    '-         "grad_norm": norm,',
+    '-         "tokens": tokens,',
+    "-     }",
+    "- )",
+    "+ records.append({})",
+)
+"""Refuses to clip, sets no rate, records nothing."""
 
 CLASSES: dict[tuple[str, int], Any] = {
     ("ddp", 1): without(PlainDdp, "register", "no_sync", finish=later),
@@ -185,19 +213,14 @@ CLASSES: dict[tuple[str, int], Any] = {
         by_dtype=lambda self: [[piece] for piece in self.pieces],  # a message for each parameter
         **offering(*(name for name in vars(FSDPModule) if "prefetch" not in name)),
     ),
-    ("attention", 1): attention(*HEADS_AND_WORK, *BACKWARD, *BLIND_ROWS),
-    ("attention", 2): attention(*HEADS_AND_WORK, *BACKWARD),
-    ("attention", 3): attention(*HEADS_AND_WORK),
-    ("loader", 1): without(LOADER_2, who=be_alone),
+    ("attention", 1): changed(PlainAttention, *HEADS_AND_WORK, *BACKWARD, *BLIND_ROWS),
+    ("attention", 2): changed(PlainAttention, *HEADS_AND_WORK, *BACKWARD),
+    ("attention", 3): changed(PlainAttention, *HEADS_AND_WORK),
+    ("loader", 1): without(LOADER_2, __init__=be_alone),
     ("loader", 2): LOADER_2,
-    ("loader", 3): LOADER_3,
-    ("trainer", 2): without(
-        *(PlainTrain, "set_rate"),
-        clip=lambda self: later() if self.max_norm is not None else 0.0,
-        rate=lambda self: 0.0,
-        record=lambda self, **fields: {},
-    ),
-    ("trainer", 3): without(PlainTrain, clip=clip),
+    ("loader", 3): without(PlainLoader, **NO_STATE),
+    ("trainer", 2): changed(PlainTrain, *TRAINER_2),
+    ("trainer", 3): changed(PlainTrain, *TRAINER_3),
 }
 LEFT_OUT = {"ddp": ("ddp_bucketed",)}
 """What a skeleton does not offer before a later task is begun."""
@@ -208,6 +231,8 @@ def functions(subject: str, task: int) -> dict[str, Any]:
     found: dict[str, Any] = CLASSES[subject, task].functions()
     for name in LEFT_OUT.get(subject, ()):
         del found[name]
+    if subject == "trainer":
+        found |= PlainDdp.functions()
     if subject == "fsdp" and task < 5:
         found["MixedPrecisionPolicy"] = later
     if subject == "fsdp" and task < 3:
