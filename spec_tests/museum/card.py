@@ -31,7 +31,8 @@ docstring is the story:
 
 The first paragraph says what it does, "From:" the real bug or how one comes to write it, "Unseen:"
 why usual tests miss it; further paragraphs are notes. The base's class method `functions` says how
-its subclasses become functions of the contract. Each card is added to `CATALOGUE`.
+its subclasses become functions of the contract; a base that is functions has nothing to override,
+and takes changed lines alone. Each card is added to `CATALOGUE`.
 """
 
 from __future__ import annotations

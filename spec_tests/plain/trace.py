@@ -34,9 +34,13 @@ Event = dict[str, Any]
 Spans = list[tuple[float, float]]
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "barrier")
-SIZES = {"float": 4, "double": 8, "c10::BFloat16": 2, "c10::Half": 2, "long int": 8, "int": 4}
-SIZES |= {"Float": 4, "Double": 8, "BFloat16": 2, "Half": 2, "Long": 8, "Int": 4}  # NCCL's names
+SIZES = {"float": 4, "double": 8, "bfloat16": 2, "half": 2, "long": 8, "long int": 8, "int": 4}
 WRAPPERS = ("autograd", "torch", "c10d", "_c10d_functional")  # they only call others
+
+
+def size_of(dtype: str) -> int:
+    """Return the bytes of an element, 0 for what is none; the profiler and NCCL differ in names."""
+    return SIZES.get(dtype.lower().removeprefix("c10::"), 0)
 
 
 def ends(events: list[Event]) -> Spans:
@@ -164,7 +168,7 @@ class PlainTrace:
     def num_bytes(self, args: dict[str, Any]) -> int | None:
         """Return the larger of input and output; None if the trace does not say."""
         if "dtype" in args:
-            return max(args["In msg nelems"], args["Out msg nelems"]) * SIZES[args["dtype"]]
+            return max(args["In msg nelems"], args["Out msg nelems"]) * size_of(args["dtype"])
         if "Input Dims" not in args:
             return None
         sizes = []
@@ -172,9 +176,9 @@ class PlainTrace:
             if kind == "TensorList":  # its dtypes are those of the annotation of the same dims
                 noted = [e["args"] for e in self.gloo if e["args"].get("Input Dims") == dims]
                 pairs = zip(dims, noted[0]["Input type"], strict=True)
-                sizes.append(sum(math.prod(one) * SIZES[dtype] for one, dtype in pairs))
-            elif kind in SIZES:
-                sizes.append(math.prod(dims) * SIZES[kind])
+                sizes.append(sum(math.prod(one) * size_of(dtype) for one, dtype in pairs))
+            elif size_of(kind):
+                sizes.append(math.prod(dims) * size_of(kind))
         return max(sizes)
 
     def peak(self) -> int | None:

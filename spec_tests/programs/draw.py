@@ -39,7 +39,7 @@ from spec_tests.programs.words import WORDS
 from spec_tests.rig import judge, strategies
 from spec_tests.rig.judge import Violation
 from spec_tests.rig.outcomes import LEVELS
-from spec_tests.rig.ranks.errors import NotOffered, RankDied, RankHung, RankRaised, RigError
+from spec_tests.rig.ranks.errors import NotOffered, RankDied, RankHung, RankRaised
 from spec_tests.rig.ranks.world import World
 
 LONGEST = 24
@@ -264,13 +264,22 @@ def _smallest(
 ) -> Exception:
     """Return how the smallest situation that was found fails, for a reader of what was drawn."""
 
+    now = judge.SITUATION.get()
+    died: list[str] = []
+    given = {line: now.given}
+
     def judged(shorter: str) -> Exception | None:
-        judge.SITUATION.get().in_words = law.in_words(shorter)
+        now.in_words = law.in_words(shorter)
+        if len(died) > 1:  # each costs seconds, and the ranks start anew
+            return None
         try:
             law.same_as_alone(world, subject, shorter, looks=looks)
         except (Violation, RankRaised) as found:
+            given[shorter] = now.given
             return found
-        except (NotOffered, RigError, RankDied, RankHung):
+        except (RankDied, RankHung):
+            died.append(shorter)
+        except Exception:  # not offered or not here, or another finding
             pass
         return None
 
@@ -278,8 +287,7 @@ def _smallest(
     smallest, failure = shrink.smallest(
         line, failure, judged, subject=subject, size=world.size, is_avoided=is_avoided, tries=60
     )
-    now = judge.SITUATION.get()
-    now.given, now.in_words = smallest, law.in_words(smallest)
+    now.given, now.in_words = given[smallest], law.in_words(smallest)
     return failure
 
 

@@ -16,14 +16,14 @@ _NUMBER = re.compile(r"\d+")
 
 def cause_of(failure: BaseException) -> str:
     """Return what makes two findings one: the kind of failure, and its diagnosis or error."""
-    text = str(failure)
-    likely = re.search(r"^likely: (.*)$", text, re.MULTILINE)
     if isinstance(failure, Violation):
-        quantity = re.search(r"at call \d+, (\w+)", text)
+        text = str(failure).partition("\n")[2]  # without the clause
+        likely = re.search(r"^likely: (.*)$", text, re.MULTILINE)
+        quantity = re.search(r"expected the ([a-z ]+?)(?: at call|,)", text)
         where = quantity[1] if quantity else _NUMBER.sub("#", text)[:60]
         return f"{likely[1] if likely else 'wrong'}, {where}"
     if isinstance(failure, RankRaised):
-        return failure.error.headline
+        return _NUMBER.sub("#", failure.error.headline)
     return type(failure).__name__
 
 

@@ -23,6 +23,7 @@ _OF_CHECKPOINTS = (  # options that are not handed on to the function
     *("use_reentrant", "preserve_rng_state", "context_fn", "determinism_check", "debug"),
 )
 _ALL_REDUCE = ("tensor", "op", "group", "async_op")
+_FEW = 64  # sums of a step
 _CLOSE = 1e-3  # of a norm: half of it, or twice, is far
 _LINEAR = ("Div", "Mul", "ToCopy", "Squeeze", "View", "Unsqueeze")  # nodes: of a factor, or none
 _MEANS = (
@@ -57,7 +58,8 @@ def start() -> None:
 def _dropped(
     probe: Any, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> None:
-    if probe.window.forwards and training and p > 0:
+    # Of what needs no gradient it is an augmentation.
+    if probe.window.forwards and training and p > 0 and input.requires_grad:
         probe.window.forwards[-1]["drops"] = True
 
 
@@ -297,8 +299,11 @@ def all_reduce(original: Any, *arguments: Any, **keywords: Any) -> Any:
 
     def before(probe: Any) -> None:
         tensor = given.get("tensor")
-        if isinstance(tensor, Tensor) and tensor.is_floating_point():
-            _note_other(probe, tensor)
+        if isinstance(tensor, Tensor) and tensor.is_floating_point() and not is_dtensor(tensor):
+            is_in_backward = torch._C._current_graph_task_id() != -1  # as a hook of DDP's is
+            if len(probe.window.summed_up) < _FEW and not is_in_backward:
+                pointer = tensor.untyped_storage().data_ptr()
+                probe.window.summed_up.append((tensor.numel(), pointer))
         if not _is_due(probe) or not isinstance(tensor, Tensor) or is_dtensor(tensor):
             return
         is_sum = given.get("op", dist.ReduceOp.SUM) == dist.ReduceOp.SUM
@@ -317,12 +322,20 @@ def all_reduce(original: Any, *arguments: Any, **keywords: Any) -> Any:
     return result
 
 
-def _note_other(probe: Any, tensor: Tensor) -> None:
-    """Keep the size of what the script sums beside the gradients, such as a codebook's counts."""
-    held = (known.parameter() for known in probe.names.known.values())
-    is_few = len(probe.window.others) < KEPT // 64
-    if is_few and not any(p is not None and p.grad is tensor for p in held):
-        probe.window.others.append(tensor.numel())
+def others(probe: Any) -> list[int]:
+    """Return the sizes of what the script summed beside DDP, such as a codebook's counts.
+
+    What has memory of a gradient, or the size of one or of all, may be the gradients once more.
+    """
+    known = list(probe.names.known.values())
+    if not probe.window.summed_up or not any(each.wrapper for each in known):
+        return []
+    parameters = [p for each in known if (p := each.parameter()) is not None]
+    grads = [local_of(p.grad) for p in parameters if p.grad is not None]
+    pointers = {g.untyped_storage().data_ptr() for g in grads}
+    sizes = {g.numel() for g in grads} | {sum(g.numel() for g in grads)}
+    found = probe.window.summed_up
+    return [size for size, pointer in found if pointer not in pointers and size not in sizes]
 
 
 def norm_of_sums(window: Window, parameters: list[Tensor]) -> float | None:

@@ -49,8 +49,7 @@ def batches_not_repeated(step: Step) -> Iterator[Finding]:
         again = [
             (rank, *seen[batch])
             for rank in peers
-            if not (step.events[rank]["feed"] or {}).get("is_last")  # it may be filled up
-            for batch in _batches(step.events[rank])
+            for batch in _whole_batches(step.events[rank])
             if batch in seen and seen[batch][1] < step.number and _size(batch) >= _LEAST
         ]
         # A rank that begins its own data again is in a new epoch.
@@ -74,6 +73,12 @@ def _batches(event: Any) -> list[tuple[Any, ...]]:
     """Return the inputs of each training forward, as far as they came from outside."""
     all_inputs = ([(h, d, tuple(s)) for h, d, s in f["inputs"]] for f in event["forwards"])
     return [tuple(inputs) for inputs in all_inputs if inputs]
+
+
+def _whole_batches(event: Any) -> list[tuple[Any, ...]]:
+    """Return the inputs without those of a pass's last batch, which may be filled up."""
+    found = _batches(event)
+    return found[:-1] if (event["feed"] or {}).get("is_last") else found
 
 
 def _size(batch: tuple[Any, ...]) -> int:

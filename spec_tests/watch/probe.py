@@ -187,8 +187,8 @@ class Probe:
         self.window.forward(module, tensors_of((arguments, keywords or {})), self.names)
         self.window.feed = self.feeds.train() or self.window.feed
         self.trains, self.forward_began = True, time.time_ns()
-        taken = (each.steps for each in self.optimizers.values() if ids & each.ids)
-        if max(taken, default=0) + 1 == self.options["replay"]:
+        taken = [each.steps for each in self.optimizers.values() if ids & each.ids]
+        if self.options["replay"] in [steps + 1 for steps in taken or [0]]:
             if module not in self.recordings:
                 self.recordings[module] = Recording(self.names)
             self.recordings[module].begin(module, arguments, keywords or {})
@@ -345,6 +345,7 @@ class Probe:
         }
         self.scaled.clear()
         event |= self.window.fields() | {"feed": loading.fields(self.window.feed)}
+        event["others"] = calls.others(self)
         event["unheld"] = self.window.unheld(self.names, self.optimizers.values(), watched.steps)
         event = plain(event)
         watched.last = event["before"]

@@ -271,10 +271,13 @@ def _are_reduced(step: Step, names: set[str]) -> bool:
 def replicas_equal(step: Step) -> Iterator[Finding]:
     """Replicated parameters MUST be equal on all ranks after an optimizer step."""
     found = list(unequal(step, "after"))
-    if step.optimizer in step.run.apart and not any(unequal(step, "before")):
+    for each in step.run.apart.values():  # another optimizer may step with what is averaged
+        each["carried"] += min(event["carried"] for event in step.events.values())
+    if _are_averaged(step, step.run.apart.pop(step.optimizer, None)):
         step.run.averaged.setdefault(step.optimizer, step.number)
-    is_quiet = all(e["reduced"] == 0 and e["is_complete"] for e in step.events.values())
-    (step.run.apart.add if found and is_quiet else step.run.apart.discard)(step.optimizer)
+    if found and all(e["reduced"] == 0 and e["is_complete"] for e in step.events.values()):
+        after = [event["after"] for event in step.events.values()]
+        step.run.apart[step.optimizer] = {"after": after, "carried": 0}
     loaded = {bool(event["loaded"]): rank for rank, event in reversed(step.events.items())}
     words = "rank {} loaded a state for its optimizer, rank {} did not"
     for name, rank, values in found[:1]:
@@ -286,6 +289,15 @@ def replicas_equal(step: Step) -> Iterator[Finding]:
             likely=words.format(loaded[True], loaded[False]) if len(loaded) == 2 else "",
             needs_replicas=True,
         )
+
+
+def _are_averaged(step: Step, last: dict[str, Any] | None) -> bool:
+    """Return whether weights that ranks had apart were sent, and made equal to those of no rank."""
+    if last is None or any(unequal(step, "before")):
+        return False
+    whole = sum(math.prod(e["shape"]) for e in step.layout(min(step.events)))
+    are_new = all(event["before"] not in last["after"] for event in step.events.values())
+    return last["carried"] >= whole and are_new
 
 
 @step_norm("watch.replicas.unheld", source="Tarvainen and Valpola 2017, section 2")

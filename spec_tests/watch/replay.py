@@ -47,11 +47,11 @@ class Recording:
         self._weights: dict[tuple[int, str], Tensor] = {}
         self._buffers: dict[int, Tensor] = {}
         self._found: list[dict[str, Tensor]] | None = None
+        self._is_random = False
 
     def begin(self, model: nn.Module, arguments: tuple[Any, ...], keywords: Any) -> None:
         """Keep what a training forward begins with."""
-        if self._found is not None:  # of a step that is over
-            self._batches, self._weights, self._found = [], {}, None
+        self._found = None  # what was found is of a step that is over
         if not self._batches:  # a forward of another optimizer's turn has changed them
             self._buffers = {id(b): b.clone() for b in model.buffers()}
         device = next((p.device.type for p in model.parameters()), "cpu")
@@ -83,6 +83,8 @@ class Recording:
 
     def accumulated(self) -> None:
         """A parameter has got a gradient: from the backward that is running."""
+        if self._found is not None:  # a backward that was not recorded: not of the step that was
+            self._found = []
         task = torch._C._current_graph_task_id()
         for batch in self._batches:
             batch.was_accumulated = batch.was_accumulated or batch.task == task
@@ -111,12 +113,13 @@ class Recording:
             twin = plain.of(model)
             batches = self._batches_of_step(model, usual)
             self._found = [batch.run(twin, plain) for batch in batches if batch.arrived]
+            self._is_random = any(batch.is_random for batch in self._batches)
+            self._batches, self._weights, self._buffers = [], {}, {}
         return self._found
 
     def draws_its_own(self, model: nn.Module) -> bool:
         """Return whether compiled code drew random numbers: not those that the plain copy draws."""
-        is_random = any(batch.is_random for batch in self._batches)
-        return is_random and any(map(_is_compiled, model.modules()))
+        return self._is_random and any(map(_is_compiled, model.modules()))
 
 
 def finish(recordings: dict[nn.Module, Recording], watched: Any, path: Path) -> dict[str, Any]:
@@ -155,6 +158,8 @@ def finish(recordings: dict[nn.Module, Recording], watched: Any, path: Path) -> 
             parts[entry.name] = (entry.kind, part_of(parameter))
             if id(parameter) in watched.earlier:
                 earlier[entry.name] = watched.earlier[id(parameter)].to("cpu")
+    if not actual:
+        return {"reason": "no gradient that a wrapper reduces was given to the optimizer"}
     saved = {"expected": expected, "actual": actual, "parts": parts}
     torch.save({**saved, "last": last, "earlier": earlier}, path)
     return {"path": str(path), "batches": batches, "is_exact": is_exact}

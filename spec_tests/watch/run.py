@@ -256,8 +256,10 @@ class Run:
     replayed: str = ""
     is_joined: bool = False  # a script used `Join`: uneven inputs are meant
     unequal_starts: set[int] = field(default_factory=set)
-    apart: set[int] = field(default_factory=set)  # optimizers: unreduced, and ranks then differ
-    averaged: dict[int, int] = field(default_factory=dict)  # of them: the step before which not
+    # By optimizer: weights after a step that reduced nothing and left them apart, and what was sent
+    # since.
+    apart: dict[int, dict[str, Any]] = field(default_factory=dict)
+    averaged: dict[int, int] = field(default_factory=dict)  # the step before which that was mended
     alone: set[int] = field(default_factory=set)  # optimizers: each rank trains weights of its own
     seen: dict[tuple[Any, ...], tuple[int, int]] = field(default_factory=dict)
     looped: bool = False

@@ -136,7 +136,10 @@ def softened(finding: Finding, averaged_before: int) -> Finding:
     """Return as advice what ranks do that train alone and average their weights now and then."""
     if finding.norm not in ("watch.gradients.equal", "watch.replicas.equal", _REPLAY):
         return finding
-    likely = f"none: nothing is reduced, and weights were averaged before step {averaged_before}"
+    likely = (
+        "none: nothing is reduced, and before step "
+        f"{averaged_before} weights were made equal, to those of no rank"
+    )
     return replace(finding, likely=likely, is_advice=True)
 
 

@@ -51,7 +51,7 @@ class Window:
         self.is_low = False  # whether it computes in 16 bits
         self.feed: Any = None  # the loader that gave its batches
         self.is_cleared = False  # gradients, since the last backward
-        self.others: list[int] = []  # elements of the script's own sums of what is no gradient
+        self.summed_up: list[tuple[int, int]] = []  # elements and memory of the script's own sums
         self.has_dropped = False  # gradients of a backward that no step was taken with
         self.counts: dict[int, list[int]] = {}  # parameter to its backwards, unsynced ones, size
         self.made: dict[int, tuple[int, Tensor]] = {}  # parameter to its size, and gradient's norm
@@ -145,7 +145,6 @@ class Window:
             "computed": sum(times * size for times, _, size in counted),
             "distinct": sum(size for _, _, size in counted),
             "backwards": max((times for times, _, _ in counted), default=0),
-            "others": self.others,
             "unsynced": max((times for _, times, _ in counted), default=0),
         }
 

@@ -357,7 +357,11 @@ def test_a_hook_that_waits_for_a_gradient_is_called_with_it(world, subject, firs
     """
     ranks = world.run(told, subject, first)
 
-    judge.equal([rank["early"] for rank in ranks], [], quantity="called before the reduction:")
+    judge.equal(
+        [rank["early"] for rank in ranks],
+        [],
+        quantity="hooks that were called before the reduction",
+    )
     right = dict.fromkeys(oracle.parameters("stack", SEED), 2 if first == "accumulate" else 3)
     what = "calls of the hook of each parameter, which is no leaf of the graph:"
     judge.equal([rank["calls"] for rank in ranks], right, quantity=what)

@@ -37,8 +37,8 @@ TRACE.near_miss(
 TRACE.near_miss(
     "measure.size-of-input",
     ("measure.trace.collectives", "measure.trace.collective-bytes"),
-    '- return max(args["In msg nelems"], args["Out msg nelems"]) * SIZES[args["dtype"]]',
-    '+ return args["In msg nelems"] * SIZES[args["dtype"]]',
+    '- return max(args["In msg nelems"], args["Out msg nelems"]) * size_of(args["dtype"])',
+    '+ return args["In msg nelems"] * size_of(args["dtype"])',
     "...",
     "- return max(sizes)",
     "+ return sizes[-1]",

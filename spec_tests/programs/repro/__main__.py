@@ -104,6 +104,8 @@ def _write(impl: str, id: str, directory: Path) -> Path:
     if is_program:
         given = re.search(r"^given: (.*)", found["message"], re.MULTILINE)
         situation = given[1].partition(f", {found['case']}, ")[0] if given else ""
+        if situation.startswith("the ordinary case"):
+            raise NothingToWriteError(f"no script: what failed is {situation}\n{found['message']}")
     for recipe in recipes_of(id, subject, found["world_size"] or 1, situation):
         text = written(recipe, head_of(clause.sentence, id, found["message"]), name, file)
         status, said = _run(text)

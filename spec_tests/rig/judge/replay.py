@@ -32,6 +32,7 @@ from spec_tests.rig.outcomes import LEVELS, Outcome
 from spec_tests.rig.ranks.errors import DIFFERS, NOT_HERE, RankHung
 from spec_tests.rig.ranks.world import AnyPool, World, Worlds
 from spec_tests.rig.sim import shared
+from spec_tests.rig.strategies import nothing_shrunk
 from spec_tests.rig.target import Target
 
 # ------------------------------------------------------------------------------- on live ranks
@@ -97,7 +98,8 @@ def _on_gloo(
     clause: Clause, values: dict[str, Any], target: Target, world: World, error: BaseException
 ) -> str:
     case = {**values, "world": world.size}
-    found = runner.run_case(with_values(clause), target, case, world.worlds, transport="gloo")
+    with nothing_shrunk():
+        found = runner.run_case(with_values(clause), target, case, world.worlds, transport="gloo")
     lines = (line for line in found.message.splitlines() if line and not line.startswith("["))
     failed = found.outcome is not Outcome.PASSED
     drawn = "; live ranks take no schedule" if "gloo" not in clause.transports else ""
@@ -112,8 +114,8 @@ Cases = Sequence[tuple[Clause, Mapping[str, Any]]]
 
 # How many of the cases before it are tried with one that passes alone.
 _NEAREST = (1, 8)
-# How many clauses of a chapter are tried alone. Each try starts a world, up to a second; where the
-# first ones fail alone as well, state is not what these functions suffer from.
+# How many clauses of a chapter are tried alone. Each try starts a world, up to a second, and waits
+# where it hangs; where the first ones fail alone as well, these functions do not suffer from state.
 _TRIES = 2
 
 
@@ -163,7 +165,7 @@ class History:
 
 def _passes(cases: Cases, target: Target) -> bool:
     """Whether the last of the cases passes on fresh ranks that have seen the others."""
-    with contextlib.closing(Worlds()) as worlds:
+    with contextlib.closing(Worlds()) as worlds, nothing_shrunk():
         found = [runner.run_case(clause, target, case, worlds) for clause, case in cases]
     return found[-1].outcome is Outcome.PASSED
 

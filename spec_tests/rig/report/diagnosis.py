@@ -23,6 +23,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from spec_tests.rig.outcomes import Outcome
 
@@ -92,7 +93,10 @@ def save(signatures: Signatures, path: Path = PATH) -> None:
         name: {"does": signatures.does[name], "fails": dict(sorted(found.items()))}
         for name, found in signatures.of.items()
     }
-    tables = {"seconds": signatures.seconds, "near_misses": near_misses}
+    tables: dict[str, Mapping[str, Any]] = {
+        "seconds": signatures.seconds,
+        "near_misses": near_misses,
+    }
     parts = [f'"torch": {json.dumps(signatures.torch)}']
     for title, table in tables.items():
         lines = (f"{json.dumps(key)}: {json.dumps(own)}" for key, own in sorted(table.items()))

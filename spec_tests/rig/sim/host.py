@@ -68,7 +68,7 @@ class _Context(live.Context):
                 + "; ".join(left[:4])
                 + (f"; and {len(left) - 4} more" if len(left) > 4 else "")
                 + ". Call wait() on the handle before the result is used or the buffer reused; "
-                "or what calls it was not reached"
+                "or the line that calls it was not reached"
             )
         super().finish()
 

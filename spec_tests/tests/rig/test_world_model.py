@@ -179,7 +179,7 @@ def test_what_fails_is_shrunk_to_what_is_needed():
 def test_what_was_drawn_is_told_as_its_smallest_situation_and_in_words(is_read, monkeypatch):
     def judged(world, subject, line, *, looks):
         if "step" in line:
-            raise violated("expected another weight at call 4, step")
+            raise violated("expected the weight at call 4, step, got another")
 
     monkeypatch.setattr(law, "same_as_alone", judged)
     world: Any = SimpleNamespace(size=2, transport="gloo", target=parse("plain"))
