@@ -316,9 +316,8 @@ class Probe:
         if watched.describe(groups, self.names):
             link.send("layout", optimizer=watched.number, entries=list(map(vars, watched.entries)))
         grads = [p.grad for p in watched.parameters]
-        norms = norms_of(grads)
+        norms, watched.event = norms_of(grads), {}
         bad_names = not_finite(watched.entries, grads, norms)
-        watched.event = {}
         event = {
             "optimizer": watched.number,
             "title": type(optimizer).__name__,
@@ -344,16 +343,18 @@ class Probe:
             "scale": calls.loss_scale(sys._getframe(1)) if self.has_scaler else 1.0,
         }
         self.scaled.clear()
-        event |= self.window.fields() | {"feed": loading.fields(self.window.feed)}
-        event["others"] = calls.others(self)
+        event |= self.window.fields() | {"others": calls.others(self)}
+        event["feed"] = loading.fields(self.window.feed)
         event["unheld"] = self.window.unheld(self.names, self.optimizers.values(), watched.steps)
         event = plain(event)
         watched.last = event["before"]
         event["replay"] = self.replay(watched)
         watched.usual = len(self.window.forwards)
         self.window = Window()
-        has_closure = any(each is not None for each in (*arguments[1:], *keywords.values()))
-        self._keep(watched, optimizer, has_closure=has_closure)  # it makes gradients in the step
+        closures = [each for each in (*arguments[1:], *keywords.values()) if each is not None]
+        self._keep(
+            watched, optimizer, has_closure=bool(closures)
+        )  # one makes gradients in the step
         event["begun"] = time.time_ns()
         watched.event = event
 
