@@ -351,17 +351,18 @@ class Probe:
         event["replay"] = self.replay(watched)
         watched.usual = len(self.window.forwards)
         self.window = Window()
-        closures = [each for each in (*arguments[1:], *keywords.values()) if each is not None]
-        self._keep(
-            watched, optimizer, has_closure=bool(closures)
-        )  # one makes gradients in the step
+        self._keep(watched, optimizer, [*arguments[1:], *keywords.values()])
         event["begun"] = time.time_ns()
         watched.event = event
 
-    def _keep(self, watched: Watched, optimizer: Any, *, has_closure: bool) -> None:
-        """Keep what goes into the second step, and the gradients of the one before the replayed."""
+    def _keep(self, watched: Watched, optimizer: Any, given: list[Any]) -> None:
+        """Keep what goes into the second step, and the gradients of the one before the replayed.
+
+        Args:
+            given: to the step; a closure makes gradients in it.
+        """
         watched.take_half()
-        is_sampled = watched.steps == 1 and not has_closure
+        is_sampled = watched.steps == 1 and all(each is None for each in given)
         watched.sample = Sample(optimizer, self.names) if is_sampled else None
         if watched.steps + 2 == self.options["replay"]:
             pairs = [(id(p), p.grad) for p in watched.parameters if p.grad is not None]
