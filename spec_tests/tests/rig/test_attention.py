@@ -32,7 +32,6 @@ SIZES = {
     "attention.shapes.one-of-each",
 }
 UNEQUAL = {
-    "attention.gradients.of-the-lse",
     "attention.shapes.ragged-lengths",
     "attention.shapes.lengths-of-the-forward",
     "attention.shapes.grouped-heads",
