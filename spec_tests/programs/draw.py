@@ -287,7 +287,7 @@ def _smallest(
     smallest, failure = shrink.smallest(
         line, failure, judged, subject=subject, size=world.size, is_avoided=is_avoided, tries=60
     )
-    now.given, now.in_words = given[smallest], law.in_words(smallest)
+    now.given, now.in_words = given.get(smallest, given[line]), law.in_words(smallest)
     return failure
 
 

@@ -58,15 +58,19 @@ LOADER.near_miss(
     unseen="Shards of 100 million tokens end long before.",
 )
 
-LOADER.near_miss(
-    "data.no-checks",
-    ("data.refusal.bad-arguments", "data.refusal.no-files"),
+NO_CHECKS = (
     "- if batch_size < 1 or length < 1:",
     '-     raise ValueError(f"expected sizes > 0, got {batch_size} and {length}")',
     "- if not 0 <= self.rank < self.size:",
     '-     raise ValueError(f"expected a rank below {self.size}, got {self.rank}")',
     "- if not self.paths:",
     '-     raise ValueError("expected at least one file")',
+)
+
+LOADER.near_miss(
+    "data.no-checks",
+    ("data.refusal.bad-arguments", "data.refusal.no-files"),
+    *NO_CHECKS,
     does="Accepts sizes of zero, ranks beyond the world and no files.",
     seen="A course's loader loops for ever with rank 5 of 1.",
     unseen="Callers are careful, mostly.",

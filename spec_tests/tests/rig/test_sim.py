@@ -66,6 +66,20 @@ def test_a_buffer_that_ranks_share_is_a_matter_of_live_ranks(worlds: Worlds):
         sim(worlds).run(gather_into_a_pool)
 
 
+class TakesOne(torch.nn.Module):
+    def forward(self, x: int) -> int:
+        return x
+
+
+def call_with_two(ctx: Context) -> None:
+    TakesOne()(1, 2)
+
+
+def test_a_forward_that_does_not_take_its_arguments_is_no_refusal(worlds: Worlds):
+    with pytest.raises(RankRaised, match="takes 2 positional arguments but 3 were given"):
+        refusal.answer_or_refusal(sim(worlds), call_with_two)
+
+
 def unlike(ctx: Context, what: str) -> None:
     tensor = torch.ones(4, dtype=torch.float64)
     calls: dict[str, Callable[[], Any]] = {
