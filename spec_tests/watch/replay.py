@@ -83,8 +83,6 @@ class Recording:
 
     def accumulated(self) -> None:
         """A parameter has got a gradient: from the backward that is running."""
-        if self._found is not None:  # a backward that was not recorded: not of the step that was
-            self._found = []
         task = torch._C._current_graph_task_id()
         for batch in self._batches:
             batch.was_accumulated = batch.was_accumulated or batch.task == task
