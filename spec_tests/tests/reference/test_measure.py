@@ -1,15 +1,10 @@
 """The commands that measure: predictions to the byte, and what they refuse."""
 
-import functools
-import importlib
 import json
 import re
-from importlib.util import find_spec
-from typing import Any
 
 import pytest
 import torch
-from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from spec_tests.tests.reference.launch import on_ranks, run, solution
 
@@ -34,47 +29,6 @@ def test_predictions_are_exact(ctx, kind):
         assert predicted.terms[term] == measured[term]
     # The loss, the number of its targets, and the ids, which MemTracker may count.
     assert abs(predicted.peak_bytes - measured["peak"]) <= 8 * 3 * 16 + 64
-
-
-# What a course prints for so many sequences of 1024, in MiB. These are the
-# peaks of *its* model and not of any GPT-2: scores of attention in memory, dropout, logits that
-# live on in a variable, and checkpoints that keep the outputs of all products, those of scores, the
-# largest tensors of a layer, with them. Beyond 8 its script had a second model alive.
-PUBLISHED_MIB, SECOND_MODEL_MIB = {8: 15_619, 32: 58_438}, 475
-
-
-class CourseModel(torch.nn.Module):
-    """The GPT-2 small of `transformers`, as the course trains it: ids to logits."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        transformers: Any = importlib.import_module("transformers")
-        config = transformers.GPT2Config(attn_implementation="eager")
-        self.model = transformers.GPT2LMHeadModel(config).train()
-        products = [getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "bmm")]
-        contexts = functools.partial(create_selective_checkpoint_contexts, products)
-        newer = getattr(self.model, "activation_checkpointing_enable", None)  # its name since 5
-        enable = newer or self.model.gradient_checkpointing_enable
-        enable({"use_reentrant": False, "context_fn": contexts})
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        self.logits = self.model(ids, use_cache=False).logits
-        return self.logits
-
-
-@pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers")
-@on_ranks(1)
-def test_the_courses_peaks_are_met(ctx):
-    with torch.device("meta"):
-        model = CourseModel()
-    foreach = functools.partial(torch.optim.AdamW, foreach=True)
-    options = {"sequence_length": 1024, "make_optimizer": foreach}
-    predict = solution("measure.memory").predict
-    for size, published in PUBLISHED_MIB.items():
-        predicted = predict(model, batch_size=size, **options).peak_bytes
-        second_model = SECOND_MODEL_MIB if size > 8 else 0
-        error = predicted / 2**20 + second_model - published
-        assert abs(error) <= 0.01 * published, size
 
 
 TINY = ("--preset", "tiny", "--vocab-size", "64", "--batch-size", "1", "--sequence-length", "16")
