@@ -15,7 +15,7 @@ from spec_tests import impls
 from spec_tests.rig.outcomes import cells, judge_run
 from spec_tests.rig.report import points
 from spec_tests.rig.report.eventlog import read_log
-from spec_tests.tests.rig.helpers import CHECKOUTS, ROOT, checkout_of_2025, python, replaced
+from spec_tests.tests.rig.helpers import CHECKOUTS, checkout_of_2025, python, replaced
 
 PLACE = "spec_tests/tests/rig/checkouts"  # from the repository's root
 CS336, FAULTY = (f"cs336:{PLACE}/cs336_{name}" for name in ("2026", "faulty"))
@@ -169,13 +169,6 @@ def test_what_the_courses_own_tests_let_pass_is_found(judged):
 
 
 # ------------------------------------------------------------------------------------- the words
-
-
-@pytest.mark.parametrize("words", [CS336, FAULTY, EFFDL, COURSE])
-def test_a_layout_is_named_with_its_course(words: str):
-    found = impls.parse(words)
-    layout, _, path = words.partition(":")
-    assert (found.name, found.layout, found.path) == (words, layout, (ROOT / path).resolve())
 
 
 @pytest.mark.parametrize("layout", impls.LAYOUTS)

@@ -6,7 +6,6 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -51,6 +50,8 @@ def test_a_raising_rank_is_named_and_its_peers_are_released(worlds: Worlds, how:
         with pytest.raises(RankRaised) as caught:
             worlds.world(3).run(bodies.fail, how, culprit)
         assert time.monotonic() - begun < PROMPT_S
+        last = caught.traceback[-1]
+        assert str(last.statement).strip() in ('raise KeyError("planted")', "sys.exit(3)")
         failure = caught.value
         assert (failure.primary, failure.error.kind) == (culprit, kind)
         assert failure.headline.startswith(f"rank {culprit} of 3 raised {kind}: ")
@@ -59,16 +60,6 @@ def test_a_raising_rank_is_named_and_its_peers_are_released(worlds: Worlds, how:
         assert f"line {line_of(bodies.fail, 'dist.barrier') - 1}, in fail" in peer.render()
         assert_healthy(worlds, 3)
     assert worlds.pool(3, None, "gloo").pids() == pids, "an exception costs no rank its life"
-
-
-def test_the_traceback_ends_at_the_remote_line(worlds: Worlds):
-    with pytest.raises(RankRaised) as caught:
-        worlds.world(2).run(bodies.fail, "raise", 1)
-    last = caught.traceback[-1]
-    assert str(last.path) == bodies.__file__
-    assert last.lineno + 1 == line_of(bodies.fail, "raise KeyError")
-    assert last.name == "fail"
-    assert 'raise KeyError("planted")' in str(caught.getrepr())
 
 
 def all_alike(ctx: Context) -> None:
@@ -213,17 +204,6 @@ def test_ranks_out_of_step_are_told_and_get_a_new_group(worlds: Worlds):
     leaks = worlds.world(2).run(extra_collective).leaks
     assert any("different numbers of operations" in leak for leak in leaks)
     assert_healthy(worlds, 2)
-
-
-def take_time(ctx: Context, does: Callable[[float], None], seconds: float) -> None:
-    if ctx.rank == 0:
-        does(seconds)
-    dist.barrier()
-
-
-def test_slow_is_not_hung(worlds: Worlds):
-    worlds.world(2).run(take_time, bodies.work, 2.5 * GRACE_S, grace_s=GRACE_S)
-    worlds.world(2).run(take_time, time.sleep, 1.0, grace_s=2.0)
 
 
 def raise_while_peer_sleeps(ctx: Context) -> None:

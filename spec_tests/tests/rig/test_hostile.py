@@ -25,7 +25,7 @@ from spec_tests.rig.ranks.rank import Context, RankConfig, Reply
 from spec_tests.rig.ranks.recorder import Kind
 from spec_tests.rig.ranks.world import Worlds
 from spec_tests.rig.report.eventlog import read_log
-from spec_tests.tests.rig import bodies
+from spec_tests.tests.rig import bodies, test_hygiene
 from spec_tests.tests.rig.helpers import (
     RIGHT,
     RIGHT_BESIDE,
@@ -122,13 +122,9 @@ def test_what_never_loads_is_said_once_and_not_tried_for_every_clause(
 
 
 MEDDLER = """
-import os, torch, warnings
+import os, torch
 import torch.distributed as dist
 torch.set_default_dtype(torch.float16)
-torch.set_grad_enabled(False)
-torch.set_num_threads(7)
-torch.manual_seed(3)
-torch.use_deterministic_algorithms(True)
 os.environ.update(RANK="5", WORLD_SIZE="9", OMP_NUM_THREADS="64")
 os.chdir("/")
 dist.init_process_group = dist.destroy_process_group = lambda *args, **kwargs: None
@@ -140,23 +136,12 @@ torch.Tensor.norm = lambda *args: 1 / 0
 """
 
 
-def state(ctx: Context) -> list[object]:
-    """What a body finds."""
-    import torch
-
-    ctx.barrier()
-    names = ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS")
-    modes = torch.is_grad_enabled(), torch.are_deterministic_algorithms_enabled()
-    found = [*modes, torch.get_num_threads(), str(torch.get_default_dtype()), str(Path.cwd())]
-    return [*found, torch.rand(1).item(), *(os.environ[name] for name in names)]
-
-
 def test_global_state_is_put_back_and_what_was_replaced_is_told(
     own: Worlds, module_worlds: Worlds, mine
 ):
     meddler = mine(MEDDLER + RIGHT)
-    meddled = own.world(2, meddler).run(state)
-    assert meddled == module_worlds.world(2, RIGHT_BESIDE).run(state)
+    meddled = own.world(2, meddler).run(test_hygiene.state)
+    assert meddled == module_worlds.world(2, RIGHT_BESIDE).run(test_hygiene.state)
     assert judged(meddler, own).outcome == Outcome.PASSED
     said = "\n".join(own.leaks)
     assert "rank 0, at import: default dtype: torch.float32 -> torch.float16 (restored)" in said
