@@ -43,31 +43,28 @@ def declare(sentence: str = "This MUST hold.", **changes: Any) -> Any:
 # --------------------------------------------------------------------------------------- declaring
 
 
-def test_a_clause_is_registered_with_its_sentence(register):
-    test = declare("This MUST hold.\n\nWhy it matters.", judges=("ddp",), worlds=(2, 3))
-    found = register["ddp.trial.only"]
+@pytest.mark.parametrize("strength", Strength)
+@pytest.mark.parametrize("id", ["ddp.trial.only", "zero1.trial-run.sends-nothing", "fsdp.a.b.c"])
+def test_a_clause_is_registered_with_its_sentence(register, id: str, strength: Strength):
+    test = declare(f"This {strength} hold.\n\nWhy it matters.", id=id)
+    of_file = clauses(level="course", judges=("ddp",), worlds=(3,))
+    of_file(id, source="x", worlds=(4,))(test)  # what a clause says itself wins
+    found = register.pop(id)
     assert clause_of(test) is found
-    assert found is not None
-    assert found.sentence == "This MUST hold."
-    assert found.chapter == "ddp"
+    assert (found.sentence, found.strength) == (f"This {strength} hold.", strength)
+    assert (found.level, found.judges, found.worlds) == ("course", ("ddp",), (4,))
+    assert found.chapter == id.partition(".")[0]
     assert found.where.startswith("spec_tests/tests/rig/test_clause.py:")
     assert clause_of(len) is None
 
 
-@pytest.mark.parametrize(
-    "id",
-    ["ddp", "ddp.mean", "Ddp.a.b", "ddp.a.b.c.d", "ddp..b", "ddp.a_b.c", "ddp.a.-b", "ddp.a.b "],
-)
-def test_a_malformed_id_is_refused(register, id: str):
-    with pytest.raises(ValueError, match="expected three or four dotted lower-case words"):
-        declare(id=id)
-    for right in ("ddp.trial-run.sends-nothing", "fsdp.a.b.c", "zero1.trial.owned"):
-        assert declare(id=right) is register.pop(right).test
+MALFORMED = ("ddp", "ddp.mean", "Ddp.a.b", "ddp.a.b.c.d", "ddp..b", "d.a_b.c", "d.a.-b", "d.a.b ")
 
 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
+        *(({"id": id}, "expected three or four dotted lower-case words") for id in MALFORMED),
         ({"level": "perfect"}, "level 'perfect' is none of"),
         ({"judges": ("dpd",)}, r"\['dpd'\] are no functions of the contract"),
         ({"needs": ("ddp", "sync")}, r"\['sync'\] are no functions of the contract"),
@@ -82,23 +79,10 @@ def test_a_malformed_id_is_refused(register, id: str):
     ids=str,
 )
 def test_a_clause_that_is_not_one_is_refused(register, changes: dict[str, Any], said: str):
+    before = dict(register)
     with pytest.raises(ValueError, match=said):
         declare(**changes)
-    assert "ddp.trial.only" not in register
-
-
-@pytest.mark.parametrize("strength", Strength)
-def test_the_verb_of_the_sentence_is_the_strength(register, strength: Strength):
-    declare(f"This {strength} hold.")
-    assert register["ddp.trial.only"].strength is strength
-
-
-def test_a_clause_overrides_the_defaults_of_its_file(register):
-    own = clauses(level="course", judges=("ddp",), worlds=(3,))
-    test = declare()
-    own("ddp.trial.only", source="x", worlds=(4,))(test)
-    found = register["ddp.trial.only"]
-    assert (found.level, found.judges, found.worlds) == ("course", ("ddp",), (4,))
+    assert register == before
 
 
 def test_an_id_used_twice_is_refused(register):

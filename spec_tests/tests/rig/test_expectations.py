@@ -2,7 +2,7 @@
 
 from datetime import date
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import pytest
 
@@ -13,26 +13,15 @@ CLAUSE = "ddp.gradients.mean"
 FULL = f'[[deviation]]\nclause = "{CLAUSE}"\nreason = "known"\n'
 
 
-class Applied(NamedTuple):
-    results: list[Event]
-    problems: list[str]
+RUN: dict[str, Any] = {
+    "torch_version": "2.13.0+cpu",
+    "today": date(2026, 6, 1),
+    "is_full_run": True,
+}
 
 
 def result(outcome: str, case: str = "w2", *, clause: str = CLAUSE, message: str = "") -> Event:
     return {"clause": clause, "case": case, "outcome": outcome, "message": message}
-
-
-def applied(
-    deviations: list[Deviation],
-    *results: Event,
-    torch: str = "2.13.0+cpu",
-    today: date = date(2026, 6, 1),
-    is_full_run: bool = True,
-) -> Applied:
-    declared = [find(deviations, r["clause"], r["case"], torch_version=torch) for r in results]
-    replaced = [expect(*each) for each in zip(results, declared, strict=True)]
-    found = problems(deviations, results, torch_version=torch, today=today, is_full_run=is_full_run)
-    return Applied(replaced, found)
 
 
 def written(tmp_path: Path, text: str) -> Path:
@@ -68,6 +57,9 @@ REFUSED = {
     FULL + "expires = 'soon'\n": "expected `expires` as a date",
     FULL + FULL: "entry 2: expected one entry per clause, case and `when`, got .* again",
     "deviation = [3]\n": "entry 1: expected a table, got 3",
+    "inherits = 'solution'": "the name of a .toml file beside it, got 'solution'",
+    "inherits = 'none.toml'": "expected `inherits` to name a file, found none at .*none.toml",
+    "inherits = 'mine.toml'": "expected a file that inherits nothing itself, got .*mine.toml",
 }
 
 
@@ -78,7 +70,24 @@ def test_a_wrong_file_is_refused_by_name(tmp_path: Path, text, said):
     assert str(caught.value).startswith(str(tmp_path / "mine.toml"))
 
 
+def test_a_file_s_own_entries_come_before_those_that_it_inherits(tmp_path: Path):
+    (tmp_path / "base.toml").write_text(FULL, encoding="utf-8")
+    found = load(written(tmp_path, 'inherits = "base.toml"\n' + FULL + 'raises = "hang"\n'))
+    assert [(one.raises, one.is_inherited) for one in found] == [("hang", False), ("failed", True)]
+    done = applied(found, result("hang"), result("passed", "w4"))
+    assert [one["outcome"] for one in done] == ["expected_failure", "unexpected_pass"]
+    torchs = load(written(tmp_path, 'inherits = "torch"\n'))
+    assert "ddp.accumulation.backward-twice" in {entry.clause for entry in torchs}
+
+
 # --------------------------------------------------------------------------------------- applying
+
+
+def applied(deviations: list[Deviation], *results: Event) -> list[Event]:
+    """The results as they count, each by the first entry that speaks of it."""
+    version = RUN["torch_version"]
+    declared = [find(deviations, r["clause"], r["case"], torch_version=version) for r in results]
+    return [expect(*each) for each in zip(results, declared, strict=True)]
 
 
 BOTH = result("failed"), result("passed", "w4")
@@ -114,94 +123,45 @@ RAISES = [
 def test_what_an_entry_makes_of_the_cases_of_its_clause(entry, found, counts_as: str):
     entries = [Deviation(CLAUSE, "known", **entry)]
     done = applied(entries, *found)
-    assert [one["outcome"] for one in done.results] == counts_as.split()
-    assert done.problems == []
+    assert [one["outcome"] for one in done] == counts_as.split()
+    assert problems(entries, found, **RUN) == []
     if "raises" in entry and counts_as != "expected_failure":
-        assert f"declared as {entry['raises']!r}" in done.results[0]["message"]
+        assert f"declared as {entry['raises']!r}" in done[0]["message"]
     else:
-        assert applied(entries, *done.results) == done, "applying twice changes nothing more"
+        assert applied(entries, *done) == done, "applying twice changes nothing more"
 
 
 def test_an_entry_says_why_a_failure_is_expected_and_what_to_do_with_a_pass():
     entry = Deviation(CLAUSE, "known", link="7", where="mine.toml, entry 1")
-    found = applied([entry], result("failed", message="2x"), result("passed", "w4"))
-    assert found.results[0]["message"] == "expected: known 7\n2x"
-    assert found.results[1]["message"].splitlines() == [
+    failed, passed = applied([entry], result("failed", message="2x"), result("passed", "w4"))
+    assert failed["message"] == "expected: known 7\n2x"
+    assert passed["message"] == (
         f"[{CLAUSE}]  expected a failure (failed) in case 'w4', as mine.toml, entry 1 declares, "
-        "got a pass",
-        "declared: known",
-        "do: delete the entry, or narrow its `case` to what still fails",
-    ]
-
-
-def test_ids_match_exactly_and_so_do_versions_of_torch():
-    found = applied([Deviation("ddp.gradients", "known")], result("failed"))
-    assert found.results[0]["outcome"] == "failed"
-    assert "expected a result of clause 'ddp.gradients'" in found.problems[0]
-    assert applied([Deviation(CLAUSE, "k", when=">=2.14.0.dev0")], torch="2.14.0.dev1").problems
-    partial = applied([Deviation("ddp.gradients", "k")], result("failed"), is_full_run=False)
-    assert partial.problems == [], "it may be of a clause that was not selected"
-
-
-def test_an_entry_for_a_clause_above_the_level_is_not_judged():
-    above, misspelt = (Deviation(f"ddp.gradient.{end}", "known") for end in ("above", "misspelt"))
-    (problem,) = problems(
-        [above, misspelt],
-        [result("passed")],
-        torch_version="2.13.0",
-        today=date(2026, 6, 1),
-        is_full_run=True,
-        unselected={"ddp.gradient.above"},
+        "got a pass\ndeclared: known\n"
+        "do: delete the entry, or narrow its `case` to what still fails"
     )
-    assert "ddp.gradient.misspelt" in problem
+
+
+UNMATCHED = "expected a result of clause "
 
 
 @pytest.mark.parametrize(
-    ("expires", "is_stale"),
-    [(date(2026, 6, 1), True), (date(2026, 6, 2), False), ("2.13", True), ("2.14", False)],
-    ids=str,
-)
-def test_an_expired_entry_is_a_problem(expires, is_stale):
-    found = applied([Deviation(CLAUSE, "known", expires=expires)], result("failed"))
-    assert bool(found.problems) is is_stale
-
-
-# ------------------------------------------------------------------------------------ inheriting
-
-
-def heir(tmp_path: Path, own: str = "", base: str = FULL) -> list[Deviation]:
-    """Entries of a file that inherits from another one beside it."""
-    (tmp_path / "base.toml").write_text(base, encoding="utf-8")
-    return load(written(tmp_path, 'inherits = "base.toml"\n' + own))
-
-
-def test_an_inherited_entry_is_never_stale(tmp_path: Path):
-    entries = heir(tmp_path, base=FULL + 'expires = "2.0"\n')
-    assert [entry.is_inherited for entry in entries] == [True]
-    assert applied(entries).problems == []
-    assert applied(entries, result("failed")).problems == []
-
-
-def test_a_file_s_own_entry_goes_before_the_inherited_one(tmp_path: Path):
-    own, inherited = heir(tmp_path, own=FULL + 'raises = "hang"\n')
-    assert (own.is_inherited, inherited.is_inherited) == (False, True)
-    done = applied([own, inherited], result("hang"), result("passed", "w4"))
-    assert [one["outcome"] for one in done.results] == ["expected_failure", "unexpected_pass"]
-
-
-def test_torch_s_own_deviations_are_inherited_by_name(tmp_path: Path):
-    entries = load(written(tmp_path, 'inherits = "torch"\n'))
-    assert "ddp.accumulation.backward-twice" in {entry.clause for entry in entries}
-
-
-@pytest.mark.parametrize(
-    ("base", "said"),
+    ("entry", "run", "said"),
     [
-        ("'solution'", "the name of a .toml file beside it, got 'solution'"),
-        ("'none.toml'", "expected `inherits` to name a file, found none at .*none.toml"),
-        ("'mine.toml'", "expected a file that inherits nothing itself, got .*mine.toml"),
+        ({"expires": date(2026, 6, 1)}, {}, "expired"),
+        ({"expires": date(2026, 6, 2)}, {}, ""),
+        ({"expires": "2.13"}, {}, "expired"),
+        ({"expires": "2.14"}, {}, ""),
+        ({"clause": "ddp.gradients"}, {}, UNMATCHED),  # ids match exactly
+        ({"clause": "ddp.gradients"}, {"is_full_run": False}, ""),  # it may not have been selected
+        ({"clause": "ddp.above"}, {"unselected": {"ddp.above"}}, ""),
+        ({"clause": "ddp.misspelt"}, {"unselected": {"ddp.above"}}, UNMATCHED),
+        ({"case": "w8", "when": ">=2.14.0.dev0"}, {"torch_version": "2.14.0.dev1"}, UNMATCHED),
+        ({"expires": "2.0", "is_inherited": True}, {}, ""),
+        ({"case": "w8", "is_inherited": True}, {}, ""),
     ],
 )
-def test_what_cannot_be_inherited_is_refused(tmp_path: Path, base: str, said: str):
-    with pytest.raises(ValueError, match=said):
-        load(written(tmp_path, f"inherits = {base}\n"))
+def test_an_entry_that_has_expired_or_matches_no_result_is_a_problem(entry, run, said: str):
+    stale = Deviation(**{"clause": CLAUSE, "reason": "known", **entry})
+    found = problems([stale], [result("failed")], **{**RUN, **run})
+    assert [said in problem for problem in found] == [True] * bool(said)
