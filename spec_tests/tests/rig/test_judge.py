@@ -79,9 +79,55 @@ ON_RANK_1 = {
     "nothing known": MEAN.flip(0).square() + 1,
 }
 """Symptom to what rank 1 holds in place of the mean; rank 0 is right."""
+# Rows 1 and 2 of `SPARSE` are those of an embedding that no batch touches.
+WANTED = torch.randn(6, 6, generator=torch.Generator().manual_seed(7))
+SPARSE = torch.arange(1.0, 13.0, dtype=torch.float64).reshape(4, 3)
+SPARSE[1:3] = 0
+DENSE = SPARSE + torch.tensor([[0.0], [20.0], [30.0], [0.0]], dtype=torch.float64)
+PARTS = torch.randn(3, 6, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(7))
+ADDED_UP = PARTS.float().double().sum(dim=0)
+BOTH = torch.arange(30.0, dtype=torch.float64) + 2.0**-20
+STALE = torch.cat([7.5 * DENSE[3:].flip(1), DENSE[1:]])
+FINE = DENSE + 2.0**-10 + 2.0**-30
+ONE_TO_SIX = torch.arange(1.0, 7.0, dtype=torch.float64)
+ON_ALL_RANKS = {
+    "it went through bfloat16": (2, WANTED.bfloat16().float(), WANTED),
+    "it went through bfloat16 or float16": (2, BOTH.bfloat16().double(), BOTH),
+    "it went through float32": (2, FINE.float().double(), FINE),
+    "added up in float32": (2, ADDED_UP, PARTS.sum(dim=0)),
+    "one bit of float32": (2, WANTED * (1 + torch.finfo(torch.float32).eps), WANTED),
+    "a twentieth of something else": (2, WANTED + 0.05 * WANTED.flip(0), WANTED),
+    "rows changed places": (2, DENSE[[3, 1, 2, 0]], DENSE),
+    "rows of zeros, which are everywhere": (
+        *(2, torch.where(SPARSE == 0, 0, SPARSE.flip(1) ** 2), SPARSE),
+    ),
+    "a wrong row before right ones": (2, STALE, DENSE),
+    "half of the rows": (2, WANTED[:3], WANTED),
+    "the first part of five rows": (2, WANTED[:3], WANTED[:5]),
+    "all rows but one": (2, WANTED[:4], WANTED[:5]),
+    "below the smallest of bfloat16": (2, torch.zeros(4), torch.full((4,), 2.0**-140)),
+    **{
+        f"{factor:.3g} times on {ranks} ranks": (ranks, factor * ONE_TO_SIX, ONE_TO_SIX)
+        for ranks, factor in (
+            *((2, 2), (3, 2), (4, 2), (3, 3), (2, 4), (3, 9), (3, 3 / 2), (2, 2 / 3), (2, 1.7)),
+            *((2, 1 / 2), (3, 1 / 3), (2, -1)),
+        )
+    },
+    "integers beyond what float64 holds": (1, torch.tensor([2**53 + 1]), torch.tensor([2**53])),
+    "the smallest integer": (1, torch.tensor([-(2**63)]), torch.tensor([0])),
+}
+"""Symptom to the number of ranks, what each of them holds, and the mean."""
 TWO_NAMES = {"a": MEAN, "b": MEAN, "c": MEAN}
 VIOLATIONS: dict[str, Callable[[], None]] = {
     **{name: partial(judged, MEAN, it, hints=[NEVER_REDUCED]) for name, it in ON_RANK_1.items()},
+    **{
+        name: partial(judged, *[seen] * ranks, expected=wanted)
+        for name, (ranks, seen, wanted) in ON_ALL_RANKS.items()
+    },
+    "twice a weight, which is no mean": lambda: judged(2 * MEAN, 2 * MEAN, quantity="weight"),
+    "what two known mistakes give": lambda: judged(
+        LOCAL, hints=[Hint(f"{one}: it was lost", {"first.weight": LOCAL}) for one in ("a", "b")]
+    ),
     "on all ranks, with a tolerance": lambda: judged(
         *(2 * MEAN, 2 * MEAN), within=rounding(torch.float64, terms=8), given="toy 'mlp', seed 7"
     ),
@@ -135,74 +181,12 @@ def test_what_is_right_raises_nothing():
     judge.holds(True, "never shown")
 
 
-# Rows 1 and 2 of `SPARSE` are those of an embedding that no batch touches.
-WANTED = torch.randn(6, 6, generator=torch.Generator().manual_seed(7))
-SPARSE = torch.arange(1.0, 13.0, dtype=torch.float64).reshape(4, 3)
-SPARSE[1:3] = 0
-DENSE = SPARSE + torch.tensor([[0.0], [20.0], [30.0], [0.0]], dtype=torch.float64)
-PARTS = torch.randn(3, 6, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(7))
-ADDED_UP = PARTS.float().double().sum(dim=0)
-BOTH = torch.arange(30.0, dtype=torch.float64) + 2.0**-20
-STALE = torch.cat([7.5 * DENSE[3:].flip(1), DENSE[1:]])
-
-
-@pytest.mark.parametrize(
-    ("seen", "wanted", "words", "is_said"),
-    [
-        (WANTED.bfloat16().float(), WANTED, "it went through bfloat16 on the way", True),
-        (BOTH.bfloat16().double(), BOTH, "it went through float16 or bfloat16 on the way", True),
-        (ADDED_UP, PARTS.sum(dim=0), "the size of float32's rounding", True),
-        (WANTED * (1 + torch.finfo(torch.float32).eps), WANTED, "rounding", False),
-        (WANTED + 0.05 * WANTED.flip(0), WANTED, "rounding", False),
-        (torch.where(SPARSE == 0, 0, SPARSE.flip(1) ** 2), SPARSE, "mixed up", False),
-        (DENSE[[3, 1, 2, 0]], DENSE, "likely: rows are mixed up", True),
-        (STALE, DENSE, "mixed up", False),
-        (WANTED[:3], WANTED, "divided twice", True),
-        # Of five rows the first of two ranks has three: that is a part, and four are all but one.
-        (WANTED[:3], WANTED[:5], "divided twice", True),
-        (WANTED[:4], WANTED[:5], "cut off", True),
-    ],
-)
-def test_a_diagnosis_is_given_where_the_whole_finding_speaks_for_it(
-    seen: torch.Tensor, wanted: torch.Tensor, words: str, is_said: bool
-):
-    said = message(partial(judged, seen, seen, expected=wanted))
-    assert (words in said) == is_said, said
-
-
 def test_a_second_tensor_may_speak_against_a_diagnosis():
     rounded, names = WANTED.bfloat16().float() + 2e-4, {"first": WANTED, "second": WANTED}
     for second, is_said in ((WANTED, True), (2 - WANTED, False), (WANTED + 1e-5, False)):
         seen = [{"first": rounded, "second": second}]
         said = message(partial(judge.tensors, seen, names, quantity="mean gradient"))
         assert ("size of bfloat16's rounding" in said) == is_said, said
-
-
-@pytest.mark.parametrize(
-    ("ranks", "factor", "words"),
-    [
-        (3, 3.0, "summed and not divided by the world size"),
-        (2, 2.0, "summed and not divided by the world size, or counted twice"),
-        (3, 1.5, "divided by 2, and the group has 3"),
-        (4, 2.0, "divided by 2, and the group has 4, or counted twice"),
-        (3, 2.0, "off by the constant factor 2"),
-        (3, 1 / 3, "divided by the world size twice"),
-        (2, 0.5, "divided by the world size twice, or halved"),
-    ],
-)
-def test_what_a_factor_means_depends_on_the_number_of_ranks(ranks: int, factor: float, words: str):
-    wanted = torch.arange(1.0, 7.0, dtype=torch.float64)
-    said = message(partial(judged, *[factor * wanted] * ranks, expected=wanted))
-    assert f"likely: {words}\n" in said
-    weights = [{"w": factor * wanted}] * ranks
-    said = message(partial(judge.tensors, weights, {"w": wanted}, quantity="weight"))
-    assert "likely: off by the constant factor" in said, "no mean over ranks: a factor is a factor"
-
-
-def test_what_two_known_mistakes_give_either_may_have_given():
-    hints = [Hint(f"{each}: it was lost", {"first.weight": LOCAL}) for each in ("one", "another")]
-    said = message(partial(judged, LOCAL, hints=hints))
-    assert "got what this gives: one\nlikely: one: it was lost; or another: it was lost" in said
 
 
 def test_a_hint_that_is_hardly_told_from_what_is_right_is_not_given():
@@ -258,13 +242,6 @@ def test_tensors_of_any_kind_are_judged(tensor: torch.Tensor):
         changed = ~tensor if tensor.dtype == torch.bool else tensor + 1
         with pytest.raises(judge.Violation, match="rank 0, 'a'"):
             judge.tensors([{"a": changed}], {"a": tensor}, quantity="x")
-
-
-@pytest.mark.parametrize(("seen", "wanted"), [(2**53 + 1, 2**53), (-(2**63), 0)])
-def test_integers_are_compared_as_such(seen: int, wanted: int):
-    observed, expected = torch.tensor([seen]), torch.tensor([wanted])
-    with pytest.raises(judge.Violation, match=f"expected {wanted}, got {seen};"):
-        judge.tensors([{"a": observed}], {"a": expected}, quantity="x")
 
 
 # -------------------------------------------------------------------------- bounds and fingerprints
