@@ -9,7 +9,7 @@ comparison is bit by bit.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,6 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
 from spec_tests.rig.ranks.rank import Context
-from spec_tests.rig.ranks.world import World
 
 _FLOATS = ("float64", "float32", "float16", "bfloat16")
 _INTEGERS = ("int64", "int32", "int8", "uint8")
@@ -32,7 +31,7 @@ class Statement:
     Attributes:
         operation: a key of OPERATIONS.
         dtype, shape: of what a rank contributes.
-        group: index into the program's groups; 0 is the world.
+        group: index into the batch's groups; 0 is the world.
         root: rank within the group; the peer of sends.
         reduce: name of the reduce operator.
         wait_after: how many statements later it is waited for; None blocks.
@@ -48,32 +47,27 @@ class Statement:
 
 
 @dataclass(frozen=True)
-class Program:
-    """Groups (ranks of each; the first is the world) and statements."""
+class Batch:
+    """Groups (ranks of each; the first is the world) and programs that use them.
+
+    Programs share groups since making and ending one takes gloo longer than a program.
+    """
 
     seed: int
     groups: tuple[tuple[int, ...], ...]
-    statements: tuple[Statement, ...]
+    programs: tuple[tuple[Statement, ...], ...]
 
 
-BATCH = 20
-"""So many programs have the same groups: making and ending one takes gloo longer than a program."""
-
-
-def batches(first: int, count: int, size: int) -> Iterator[list[Program]]:
-    """The programs of seeds `first` .. `first + count - 1` for `size` ranks, BATCH at a time."""
-    for begin in range(first, first + count, BATCH):
-        yield [draw(seed, size) for seed in range(begin, min(begin + BATCH, first + count))]
-
-
-def draw(seed: int, size: int) -> Program:
-    """The program of this seed for `size` ranks."""
-    chance = random.Random(f"groups {seed // BATCH} of {size}")
-    some = [sorted(chance.sample(range(size), chance.randint(1, size))) for _ in range(2)]
-    groups = [tuple(range(size)), *map(tuple, some)]
+def draw(seed: int, size: int) -> Batch:
+    """The batch of this seed for `size` ranks."""
     chance = random.Random(f"{seed} of {size}")
-    statements = tuple(_draw_statement(chance, groups) for _ in range(chance.randint(1, 8)))
-    return Program(seed, tuple(groups), statements)
+    some = [sorted(chance.sample(range(size), chance.randint(1, size))) for _ in range(2)]
+    groups = (tuple(range(size)), *map(tuple, some))
+    programs = [
+        tuple(_draw_statement(chance, groups) for _ in range(chance.randint(1, 8)))
+        for _ in range(20)
+    ]
+    return Batch(seed, groups, tuple(programs))
 
 
 def _draw_statement(chance: random.Random, groups: Sequence[tuple[int, ...]]) -> Statement:
@@ -96,26 +90,23 @@ def _draw_statement(chance: random.Random, groups: Sequence[tuple[int, ...]]) ->
 # ------------------------------------------------------------------------------ on a rank
 
 
-def run(ctx: Context, programs: Sequence[Program]) -> list[list[list[torch.Tensor]]]:
-    """Per program and statement, the tensors that this rank holds when all is done.
-
-    The programs must have the same groups.
-    """
-    assert len({program.groups for program in programs}) == 1
-    made = [dist.group.WORLD, *(dist.new_group(list(ranks)) for ranks in programs[0].groups[1:])]
-    held = [_run_one(ctx, program, made) for program in programs]
+def run(ctx: Context, batch: Batch) -> list[list[list[torch.Tensor]]]:
+    """Per program and statement, the tensors that this rank holds when all is done."""
+    made = [dist.group.WORLD, *(dist.new_group(list(ranks)) for ranks in batch.groups[1:])]
+    held = [_run_one(ctx, batch, number, made) for number in range(len(batch.programs))]
     for group in made[1:]:
         if group is not dist.GroupMember.NON_GROUP_MEMBER:
             dist.destroy_process_group(group)
     return held
 
 
-def _run_one(ctx: Context, program: Program, made: list[Any]) -> list[list[torch.Tensor]]:
+def _run_one(ctx: Context, batch: Batch, number: int, made: list[Any]) -> list[list[torch.Tensor]]:
     held: list[list[torch.Tensor]] = []
     pending: list[tuple[int, Any]] = []
-    for index, statement in enumerate(program.statements):
-        if ctx.rank in program.groups[statement.group]:
-            call = _Call(ctx, program, index, statement, made[statement.group])
+    for index, statement in enumerate(batch.programs[number]):
+        if ctx.rank in (ranks := batch.groups[statement.group]):
+            values = random.Random(f"{batch.seed} {number} {index} {ctx.rank}")
+            call = _Call(statement, made[statement.group], ranks.index(ctx.rank), values)
             tensors, work = OPERATIONS[statement.operation](call)
             held.append(tensors)
             if work is not None:
@@ -131,18 +122,15 @@ def _run_one(ctx: Context, program: Program, made: list[Any]) -> list[list[torch
 class _Call:
     """What an operation needs to know of its statement."""
 
-    def __init__(
-        self, ctx: Context, program: Program, index: int, statement: Statement, group: Any
-    ) -> None:
-        ranks = program.groups[statement.group]
-        self.group, self.size, self.rank = group, len(ranks), ranks.index(ctx.rank)
-        self.root, self.is_root = statement.root, statement.root == self.rank
-        self.is_async = statement.wait_after is not None
+    def __init__(self, statement: Statement, group: Any, rank: int, values: random.Random) -> None:
+        self.group, self.size, self.rank = group, group.size(), rank
+        self.root, self.is_root = statement.root, statement.root == rank
+        self.how = {"group": group, "async_op": statement.wait_after is not None}
         self.reduce = getattr(dist.ReduceOp, statement.reduce)
         self.reduce_name = statement.reduce.lower()
         self._dtype = getattr(torch, statement.dtype)
         self._shape = statement.shape
-        self._values = random.Random(f"{program.seed} {index} {self.rank}")
+        self._values = values
 
     def full(self, *lead: int) -> torch.Tensor:
         """A contribution; `lead` multiplies the first dimension."""
@@ -156,84 +144,36 @@ class _Call:
         """Room for a result."""
         return torch.zeros((*lead, *self._shape), dtype=self._dtype)
 
+    def each(self, make: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
+        """One such tensor for each rank of the group."""
+        return [make() for _ in range(self.size)]
+
+    def at_root(self, make: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
+        """The same at the root, and nothing elsewhere."""
+        return self.each(make) if self.is_root else []
+
 
 _Result = tuple[list[torch.Tensor], Any]
 
 
-def _all_reduce(call: _Call) -> _Result:
-    tensor = call.full()
-    return [tensor], dist.all_reduce(tensor, call.reduce, call.group, call.is_async)
-
-
-def _broadcast(call: _Call) -> _Result:
-    tensor = call.full()
-    work = dist.broadcast(tensor, group=call.group, group_src=call.root, async_op=call.is_async)
-    return [tensor], work
-
-
 def _reduce(call: _Call) -> _Result:
-    tensor = call.full()
-    work = dist.reduce(
-        tensor, group=call.group, group_dst=call.root, op=call.reduce, async_op=call.is_async
-    )
+    work = dist.reduce(tensor := call.full(), group_dst=call.root, op=call.reduce, **call.how)
     return [tensor] if call.is_root else [], work  # elsewhere it is scratch space
-
-
-def _all_gather(call: _Call) -> _Result:
-    rows = [call.empty() for _ in range(call.size)]
-    return rows, dist.all_gather(rows, call.full(), call.group, call.is_async)
-
-
-def _all_gather_single(call: _Call) -> _Result:
-    rows = call.empty(call.size)
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    return [rows], gather(rows, call.full(1), call.group, call.is_async)
-
-
-def _reduce_scatter(call: _Call) -> _Result:
-    own, rows = call.empty(), [call.full() for _ in range(call.size)]
-    return [own], dist.reduce_scatter(own, rows, call.reduce, call.group, call.is_async)
-
-
-def _reduce_scatter_single(call: _Call) -> _Result:
-    own, rows = call.empty(1), call.full(call.size)
-    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    return [own], scatter(own, rows, call.reduce, call.group, call.is_async)
-
-
-def _gather(call: _Call) -> _Result:
-    rows = [call.empty() for _ in range(call.size)] if call.is_root else None
-    work = dist.gather(
-        call.full(), rows, group=call.group, group_dst=call.root, async_op=call.is_async
-    )
-    return rows or [], work
-
-
-def _scatter(call: _Call) -> _Result:
-    own, rows = call.empty(), [call.full() for _ in range(call.size)] if call.is_root else None
-    work = dist.scatter(own, rows, group=call.group, group_src=call.root, async_op=call.is_async)
-    return [own], work
-
-
-def _all_to_all(call: _Call) -> _Result:
-    received = [call.empty() for _ in range(call.size)]
-    sent = [call.full() for _ in range(call.size)]
-    return received, dist.all_to_all(received, sent, call.group, call.is_async)
 
 
 def _all_to_all_single(call: _Call) -> _Result:
     # Rank i sends i + j + 1 rows to rank j: symmetric, and unequal.
     rows = [call.rank + other + 1 for other in range(call.size)]
     received, sent = call.empty(sum(rows)), call.full(sum(rows))
-    return [received], dist.all_to_all_single(received, sent, rows, rows, call.group, call.is_async)
+    return [received], dist.all_to_all_single(received, sent, rows, rows, **call.how)
 
 
 def _coalesced(call: _Call) -> _Result:
-    tensors = [call.full(), call.full(2)]
-    with dist._coalescing_manager(group=call.group, async_ops=call.is_async) as manager:
+    tensors, is_async = [call.full(), call.full(2)], call.how["async_op"]
+    with dist._coalescing_manager(group=call.group, async_ops=is_async) as manager:
         for tensor in tensors:
             dist.all_reduce(tensor, call.reduce, call.group)
-    return tensors, manager if call.is_async else None
+    return tensors, manager if is_async else None
 
 
 def _functional(call: _Call) -> _Result:
@@ -259,7 +199,7 @@ def _ring(call: _Call) -> _Result:
 
 
 def _to_root(call: _Call) -> _Result:
-    tensor, received = call.full(), [call.empty() for _ in range(call.size)]
+    tensor, received = call.full(), call.each(call.empty)
     if not call.is_root:
         dist.send(tensor, group=call.group, group_dst=call.root, tag=call.rank)
         return [], None
@@ -275,30 +215,55 @@ def _objects(call: _Call) -> _Result:
     return [torch.tensor([rank for rank, _ in everybody])], None
 
 
-def _barrier(call: _Call) -> _Result:
-    return [], dist.barrier(call.group, async_op=call.is_async)
-
-
-OPERATIONS: dict[str, Callable[[_Call], _Result]] = {
-    name.removeprefix("_"): operation
-    for name, operation in list(globals().items())
-    if callable(operation) and getattr(operation, "__annotations__", {}).get("return") == "_Result"
+gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+ASYNCHRONOUS: dict[str, Callable[[_Call], _Result]] = {
+    "all_reduce": lambda c: ([x := c.full()], dist.all_reduce(x, c.reduce, **c.how)),
+    "broadcast": lambda c: ([x := c.full()], dist.broadcast(x, group_src=c.root, **c.how)),
+    "reduce": _reduce,
+    "all_gather": lambda c: (x := c.each(c.empty), dist.all_gather(x, c.full(), **c.how)),
+    "all_gather_single": lambda c: ([x := c.empty(c.size)], gather(x, c.full(1), **c.how)),
+    "reduce_scatter": lambda c: (
+        [x := c.empty()],
+        dist.reduce_scatter(x, c.each(c.full), c.reduce, **c.how),
+    ),
+    "reduce_scatter_single": lambda c: (
+        [x := c.empty(1)],
+        _scatter(x, c.full(c.size), c.reduce, **c.how),
+    ),
+    "gather": lambda c: (
+        x := c.at_root(c.empty),
+        dist.gather(c.full(), x or None, group_dst=c.root, **c.how),
+    ),
+    "scatter": lambda c: (
+        [x := c.empty()],
+        dist.scatter(x, c.at_root(c.full) or None, group_src=c.root, **c.how),
+    ),
+    "all_to_all": lambda c: (x := c.each(c.empty), dist.all_to_all(x, c.each(c.full), **c.how)),
+    "all_to_all_single": _all_to_all_single,
+    "coalesced": _coalesced,
+    "barrier": lambda c: ([], dist.barrier(**c.how)),
 }
+"""Operation to a function that returns the tensors that it fills, and its work."""
 if torch.__version__ < "2.12":  # as versions compare, not as strings
-    del OPERATIONS["all_to_all"]  # of lists: gloo had none, and there is nothing to agree with
-ASYNCHRONOUS = sorted(OPERATIONS.keys() - {"functional", "ring", "to_root", "objects"})
+    del ASYNCHRONOUS["all_to_all"]  # of lists: gloo had none, and there is nothing to agree with
+OPERATIONS = ASYNCHRONOUS | {
+    "functional": _functional,
+    "ring": _ring,
+    "to_root": _to_root,
+    "objects": _objects,
+}
 
 
 # ---------------------------------------------------------------------------- comparison
 
 
-def disagreements(programs: Sequence[Program], sim: World, gloo: World) -> list[str]:
-    """Run every program on both; what differs, in words."""
-    simulated, lived = sim.run(run, programs), gloo.run(run, programs)
+def disagreements(batch: Batch, ones: list[Any], others: list[Any]) -> list[str]:
+    """Where the ranks of two runs of a batch hold different tensors, in words."""
     return [
-        f"rank {rank} of {sim.size}, statement {index} of {program}: {mine} and {theirs}"
-        for rank in range(sim.size)
-        for program, ours, others in zip(programs, simulated[rank], lived[rank], strict=True)
-        for index, (mine, theirs) in enumerate(zip(ours, others, strict=True))
+        f"rank {rank}, statement {index} of {program}: {mine} and {theirs}"
+        for rank in range(len(ones))
+        for program, own, foreign in zip(batch.programs, ones[rank], others[rank], strict=True)
+        for index, (mine, theirs) in enumerate(zip(own, foreign, strict=True))
         if not all(map(torch.equal, mine, theirs))
     ]

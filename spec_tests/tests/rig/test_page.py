@@ -104,13 +104,6 @@ def test_the_page_of_all_clauses_is_one_file_quick_and_decent(tmp_path: Path, br
     assert "Points of mine.py: 0 of 2" in page.locator("main").inner_text()
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_every_text_can_be_read(file: Path, browser, scheme: str):
-    visit = Visit(browser, file, color_scheme=scheme)
-    visit.page.locator("#expand").click()
-    assert visit.faint() == {}
-
-
 def test_the_filters_leave_what_was_asked_for(file: Path, browser):
     page = Visit(browser, file).page
     shown = page.locator("tr.clause:not([hidden])")

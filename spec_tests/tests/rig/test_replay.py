@@ -6,8 +6,10 @@ from run to run is the whole finding.
 
 from __future__ import annotations
 
+import re
 import shlex
 import unittest
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,83 +19,85 @@ import torch
 
 from spec_tests import impls
 from spec_tests.rig import plugin
-from spec_tests.rig.clause import Clause
 from spec_tests.rig.judge import repeat, replay, runner
 from spec_tests.rig.outcomes import Outcome
 from spec_tests.rig.ranks.errors import DIFFERS, RankRaised
 from spec_tests.rig.ranks.world import Worlds
 from spec_tests.rig.report.eventlog import read_log
 from spec_tests.rig.sim import shared
+from spec_tests.rig.target import Target
 from spec_tests.tests.rig.helpers import MEAN, clause_named, python
 
+CASE = {"subject": "ddp", "situation": "mlp: backward 0"}
 
-def note(worlds: Worlds, clause: Clause, impostor: str, **case: Any) -> str:
-    """What the replay says about an impostor that the clause rejects on sim."""
+
+@pytest.mark.parametrize(
+    ("impostor", "clause", "case", "said"),
+    [
+        (
+            *("ddp.sum-for-mean", "ddp.gradients.mean", CASE),
+            r"failed as well: rank 0, 'first\.weight'",
+        ),
+        (
+            *("ddp.waits-for-last-only", "ddp.schedule.waits-for-every-launch"),
+            *({"subject": "ddp_bucketed"}, r".*; live ranks take no schedule$"),
+        ),
+    ],
+)
+def test_a_finding_of_simulated_ranks_is_told_with_what_gloo_says(
+    worlds: Worlds, impostor: str, clause: str, case: dict[str, str], said: str
+):
     faulty = worlds.world(2, impls.parse(f"impostor:{impostor}"), transport="sim")
-    with pytest.raises(Exception) as caught, replay.telling(clause, case, faulty):
-        clause.test(world=faulty, **case)
-    return str(caught.value.__notes__[-1])
+    rejecting = clause_named(clause)
+    with pytest.raises(Exception) as caught, replay.telling(rejecting, case, faulty):
+        rejecting.test(world=faulty, **case)
+    assert re.match(f"replayed on gloo: {said}", caught.value.__notes__[-1])
 
 
-def test_a_finding_that_gloo_shows_too_is_told_with_what_gloo_says(worlds: Worlds):
-    clause = clause_named("ddp.gradients.mean")
-    said = note(worlds, clause, "ddp.sum-for-mean", subject="ddp", situation="mlp: backward 0")
-    assert said.startswith("replayed on gloo: failed as well: rank 0, 'first.weight'")
-
-
-def test_a_finding_that_only_a_schedule_shows_passes_on_gloo(worlds: Worlds):
-    clause = clause_named("ddp.schedule.waits-for-every-launch")
-    said = note(worlds, clause, "ddp.waits-for-last-only", subject="ddp_bucketed")
-    assert said.startswith("replayed on gloo: ")
-    assert said.endswith("; live ranks take no schedule")
-
-
-# Of each process: who came first. Simulated ranks are of one process.
-SHARES_STATE = """
+# A dictionary of each process, of which simulated ranks have one.
+DDP = """
 import torch.distributed as dist
 
 first = {}
 
 
 def ddp(module, *, process_group=None):
+    for tensor in (*module.parameters(), *module.buffers()):
+        dist.broadcast(tensor.data, src=0)
     return module
 
 
 def finish_gradient_synchronization(wrapped):
     for parameter in wrapped.parameters():
-        dist.all_reduce(parameter.grad)
+        """
+SUMMED = "dist.all_reduce(parameter.grad)"
+COUNTED = "first[len(first)] = parameter; parameter.grad *= len(first)"
+# Doubled, so that it is wrong whenever the division comes.
+DIVIDED_IN_FLIGHT = """parameter.grad *= 2
+        work = dist.all_reduce(parameter.grad, async_op=True)
         parameter.grad /= dist.get_world_size()
-        parameter.grad += first.setdefault("rank", dist.get_rank()) != dist.get_rank()
+        work.wait()
 """
+MEANT = f"{SUMMED}; parameter.grad /= dist.get_world_size(); "
+SHARED = 'parameter.grad += first.setdefault("rank", dist.get_rank()) != dist.get_rank()'
+FORGOTTEN = "first[id(parameter)] = dist.all_reduce(parameter.grad.clone(), async_op=True)"
 
 
-def test_what_only_simulated_ranks_show_of_modules_with_state_is_not_judged(
-    worlds: Worlds, tmp_path: Path
-):
-    (file := tmp_path / "mine.py").write_text(SHARES_STATE)
-    clause, case = MEAN, {"subject": "ddp", "situation": "mlp: backward 0"}
-    world = worlds.world(2, impls.parse(str(file)), transport="sim")
-    said = "not here: simulated ranks are of one process, and share mine.py:4: `first = {}`"
-    with pytest.raises(unittest.SkipTest, match=said), replay.telling(clause, case, world):
-        clause.test(world=world, **case)
-
-
-FORGETS_TO_WAIT = SHARES_STATE.replace(
-    'parameter.grad += first.setdefault("rank", dist.get_rank()) != dist.get_rank()',
-    "first[id(parameter)] = dist.all_reduce(parameter.grad.clone(), async_op=True)",
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (SHARED, "not here: simulated ranks are of one process, and share mine.py:4: `first = {}`"),
+        (FORGOTTEN, "raised UnwaitedWork"),  # whatever modules keep
+    ],
 )
-
-
-def test_work_that_nobody_waits_for_is_a_finding_whatever_modules_keep(
-    worlds: Worlds, tmp_path: Path
+def test_what_only_simulated_ranks_show_of_modules_with_state_is_not_judged(
+    worlds: Worlds, mine, line: str, said: str
 ):
-    (file := tmp_path / "mine.py").write_text(FORGETS_TO_WAIT)
-    clause, case = MEAN, {"subject": "ddp", "situation": "mlp: backward 0"}
-    world = worlds.world(2, impls.parse(str(file)), transport="sim")
+    world = worlds.world(2, mine(DDP + MEANT + line), transport="sim")
     # What is skipped would skip this test.
-    with pytest.raises((RankRaised, unittest.SkipTest), match="raised UnwaitedWork"):
-        with replay.telling(clause, case, world):
-            clause.test(world=world, **case)
+    with pytest.raises((RankRaised, unittest.SkipTest), match=said):
+        with replay.telling(MEAN, CASE, world):
+            MEAN.test(world=world, **CASE)
 
 
 @pytest.mark.parametrize(
@@ -134,7 +138,7 @@ def test_a_run_on_sim_falls_back_to_gloo_and_says_why(monkeypatch: pytest.Monkey
     assert "lacks ..._distributed_c10d.FakeProcessGroup: judged on gloo instead of sim" in notice
 
 
-# Of each process: the calls of `ddp` after the LAST double the gradients.
+# Of each process: the calls of `ddp` after the first double the gradients.
 KEEPS_STATE = """
 from torch.nn.parallel import DistributedDataParallel
 
@@ -143,113 +147,68 @@ calls = []
 
 def ddp(module, *, process_group=None):
     calls.append(module)
-    for parameter in module.parameters() if len(calls) > LAST else ():
+    for parameter in module.parameters() if len(calls) > 1 else ():
         if parameter.requires_grad:
             parameter.register_hook(lambda gradient: 2 * gradient)
     return DistributedDataParallel(module, process_group=process_group)
+
+
+def clip_grad_norm_(parameters, max_norm, norm_type=2.0, *, error_if_nonfinite=False):
+    return None
 """
 NEEDED = ("ddp.gradients.frozen-stay-none", "ddp.gradients.called-by-keyword")
 """On three ranks each, in one case."""
+WRONG = "clip.norm.global"
 
 
-def judged(arguments: list[str], folder: Path) -> list[tuple[str, str, str, str]]:
-    """Clause, case, outcome and message of everything that did not pass or was not offered."""
+def judged(arguments: list[str], folder: Path) -> dict[str, tuple[str, str, str]]:
+    """By clause, case, command and message of what did not pass or was not offered."""
     python(*arguments, "--report", str(folder))
-    return [
-        (event["clause"], event["case"], event["rerun"], event["message"])
+    return {
+        event["clause"]: (event["case"], event["rerun"], event["message"])
         for event in read_log(folder / "events.jsonl")
         if event["event"] == "result" and event["outcome"] not in ("passed", "not_offered")
-    ]
+    }
 
 
 def test_what_fails_only_after_other_cases_says_so_and_fails_again(tmp_path: Path):
     mine = tmp_path / "mine.py"
-    mine.write_text(f"LAST = 1\n{KEEPS_STATE}", encoding="utf-8")
-    selected = [word for name in NEEDED for word in ("--clause", name)]
+    mine.write_text(KEEPS_STATE, encoding="utf-8")
+    selected = [word for name in (*NEEDED, WRONG) for word in ("--clause", name)]
     command = ["-m", "spec_tests", "--impl", str(mine), *selected]
-    ((clause, case, again, message),) = judged(command, tmp_path / "first")
-    first = (clause, case)
+    found = judged(command, tmp_path / "first")
+    _, again, message = found.pop(WRONG)
+    assert again == f"python -m spec_tests --impl {mine} --clause {WRONG}"
+    assert "fresh ranks" not in message
+    ((clause, (case, again, message)),) = found.items()
     assert clause in NEEDED
     assert "\nalone on fresh ranks this case passed: it fails after other cases" in message
     assert again.endswith(f"--clause {clause}")
     assert again.count("--clause") > 1
     assert f"\nagain: {again}\n" in message
-    ((clause, case, _, _),) = judged(shlex.split(again)[1:], tmp_path / "again")
-    assert (clause, case) == first
-    assert judged([*command, "--fresh"], tmp_path / "fresh") == []
-
-
-def test_what_fails_alone_has_the_line_that_it_always_had(tmp_path: Path):
-    mine = tmp_path / "mine.py"
-    mine.write_text(f"LAST = 0\n{KEEPS_STATE}", encoding="utf-8")
-    found = judged(
-        ["-m", "spec_tests", "--impl", str(mine), "--clause", NEEDED[0]], tmp_path / "first"
-    )
-    assert found
-    for clause, _, again, message in found:
-        assert again == f"python -m spec_tests --impl {mine} --clause {clause}"
-        assert "fresh ranks" not in message
+    assert judged(shlex.split(again)[1:], tmp_path / "again")[clause][0] == case
+    assert judged([*command, "--fresh"], tmp_path / "fresh").keys() == {WRONG}
 
 
 # ---------------------------------------------------------------------- once more on the same ranks
 
 
-CASE = {"subject": "ddp", "situation": "mlp: backward 0"}
-
-DDP = """
-import torch.distributed as dist
-
-calls, works = [], []
-
-
-def ddp(module, *, process_group=None):
-    calls.append(module)
-    for tensor in (*module.parameters(), *module.buffers()):
-        dist.broadcast(tensor.data, src=0)
-    for parameter in module.parameters():
-        parameter.register_post_accumulate_grad_hook(reduce)
-    return module
-
-
-def reduce(parameter):
-    REDUCE
-
-
-def finish_gradient_synchronization(wrapped):
-    while works:
-        works.pop().wait()
-"""
-# Doubled, so that it is wrong whenever the division comes.
-DIVIDED_IN_FLIGHT = """
-    parameter.grad *= 2
-    works.append(dist.all_reduce(parameter.grad, async_op=True))
-    parameter.grad /= dist.get_world_size()
-"""
-SUMMED = "works.append(dist.all_reduce(parameter.grad, async_op=True))"
-COUNTED = "parameter.grad *= len(calls)"
-
-
-def found(
-    worlds: Worlds, folder: Path, reduce: str, clause: Clause = MEAN, **case: Any
-) -> Exception:
-    """What a clause says of DDP with this hook, after a second run."""
-    mine = folder / "mine.py"
-    mine.write_text(DDP.replace("REDUCE", reduce.strip()), encoding="utf-8")
-    world = worlds.world(3, impls.parse(str(mine)))
-    case = case or CASE
+def found(worlds: Worlds, which: Target, id: str = MEAN.id, case: Mapping[str, Any] = CASE) -> str:
+    """What a clause says of an implementation after a second run."""
+    world, clause = worlds.world(3, which), clause_named(id)
     telling = repeat.Repeats().telling(clause, {**case, "world": 3}, world)
     with pytest.raises(Exception) as caught, telling:
         clause.test(world=world, **case)
-    return caught.value
+    return str(caught.value)
 
 
 def test_what_is_written_in_flight_differs_and_simulated_ranks_prove_it(
-    worlds: Worlds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    worlds: Worlds, mine, monkeypatch: pytest.MonkeyPatch
 ):
     # Whether two runs differ is chance on live ranks; that they do is given here.
     runs = iter(["[x]  Y.\nrank 1, 'b' (3,): expected z\nlargest error 5 at (0,)"])
     monkeypatch.setattr(repeat, "_run", lambda *_: next(runs))
-    said = str(found(worlds, tmp_path, DIVIDED_IN_FLIGHT)).splitlines()
+    said = found(worlds, mine(DDP + DIVIDED_IN_FLIGHT)).splitlines()
     assert said[1] == DIFFERS
     assert said[2].startswith("one run: rank 0, '")
     assert said[2].endswith("another: rank 1, 'b' (3,) is off by 5")
@@ -258,17 +217,19 @@ def test_what_is_written_in_flight_differs_and_simulated_ranks_prove_it(
     assert [line[:7] for line in said[4:]] == ["given: "], "no other story"
 
 
-@pytest.mark.parametrize("aspect", ["mean", "mean-at-any-seed"])
-def test_what_is_the_same_twice_is_told_as_before(worlds: Worlds, tmp_path: Path, aspect: str):
-    """Of a property the second run has the values that were drawn: others differ."""
-    case = CASE if aspect == "mean" else {"subject": "ddp"}
-    said = str(found(worlds, tmp_path, SUMMED, clause_named(f"ddp.gradients.{aspect}"), **case))
-    assert "likely: summed and not divided by the world size" in said
-    assert "differs" not in said
-
-
-def test_state_that_changes_from_call_to_call_is_no_race(worlds: Worlds, tmp_path: Path):
-    """Its second run differs as well, and on fresh ranks in the same way."""
-    said = str(found(worlds, tmp_path, COUNTED))
-    assert "expected the mean gradient" in said
+@pytest.mark.parametrize(
+    ("line", "clause", "case", "told"),
+    [
+        (SUMMED, MEAN.id, CASE, "likely: summed and not divided by the world size\n"),
+        # The second run of a property has the values that were drawn: others differ.
+        (SUMMED, f"{MEAN.id}-at-any-seed", {"subject": "ddp"}, "likely: summed and not divided"),
+        # The second run of what counts differs as well, and on fresh ranks in the same way.
+        (COUNTED, MEAN.id, CASE, "expected the mean gradient"),
+    ],
+)
+def test_what_is_the_same_twice_is_told_as_before(
+    worlds: Worlds, mine, line: str, clause: str, case: dict[str, str], told: str
+):
+    said = found(worlds, mine(DDP + line), clause, case)
+    assert told in said
     assert "differs" not in said

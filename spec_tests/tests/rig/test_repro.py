@@ -17,81 +17,20 @@ from spec_tests.tests.reference.launch import run_script
 from spec_tests.tests.rig.helpers import python
 
 LINES = 115
-DDP = """\
-import torch.distributed as dist
-def ddp(module, *, process_group=None):
-    for tensor in module.state_dict().values():
-        dist.broadcast(tensor, group=process_group, group_src=0)
-    return module
-def finish_gradient_synchronization(wrapped):
-    for parameter in wrapped.parameters():
-        if parameter.grad is not None:
-            dist.all_reduce(parameter.grad)
-            parameter.grad /= dist.get_world_size()  # mended
-"""
-ATTENTION = """\
-def flash_attention(q, k, v, *, causal=False, scale=None):
-    scores = q @ k.mT
-    scores = scores * (q.shape[-1] ** -0.5 if scale is None else scale)  # mended
-    return scores.softmax(dim=-1) @ v
-"""
-ZERO1 = """\
-import torch.distributed as dist
-def sharded_optimizer(params, optimizer_cls, *, process_group=None, **kwargs):
-    params = list(params)
-    size, rank = dist.get_world_size(), dist.get_rank()
-    optimizer = optimizer_cls(params, **kwargs)
-    plain = optimizer.step
-    def step(closure=None):
-        for number, parameter in enumerate(params):
-            if number % size != rank:
-                parameter.grad = None
-        plain()
-        _ = [dist.broadcast(p.data, n % size) for n, p in enumerate(params)]  # mended
-    optimizer.step = step
-    return optimizer
-"""
-CLIP = """\
-import torch
-import torch.distributed as dist
-def clip_grad_norm_(parameters, max_norm, norm_type=2.0, *, error_if_nonfinite=False):
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    local = [g.to_local() if hasattr(g, "to_local") else g for g in gradients]
-    total = sum(part.norm() ** 2 for part in local)
-    dist.all_reduce(total)  # mended
-    norm = total.sqrt()
-    for part in local:
-        part.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0))
-    return norm
-"""
-LOADER = """\
-import numpy as np
-import torch
-class token_loader:
-    def __init__(self, paths, *, batch_size, sequence_length, rank=None, world_size=None):
-        self.rows = []
-        for path in paths:
-            tokens = np.fromfile(path, dtype="<u2", offset=1024).astype("int64")
-            places = range(0, len(tokens) - sequence_length, sequence_length)
-            self.rows += [torch.from_numpy(tokens[i : i + sequence_length + 1]) for i in places]
-        self.size, self.rank, self.world = batch_size, 0, world_size or 1
-        self.rank = rank or 0  # mended
-    def __iter__(self):
-        whole = self.size * self.world
-        for first in range(0, len(self.rows) // whole * whole, whole):
-            begin = first + self.rank * self.size
-            rows = torch.stack(self.rows[begin : begin + self.size])
-            yield rows[:, :-1].clone(), rows[:, 1:].clone()
-"""
+RIGHT = "from spec_tests import plain\nfrom spec_tests.plain import *\n"
+UNREDUCED = "finish_gradient_synchronization = lambda wrapped: None"
+DOUBLED = "flash_attention = lambda *of, **how: 2 * plain.flash_attention(*of, **how)"
 FAULTS = {
-    "ddp.gradients.mean": DDP,
-    "ddp.programs.any-situation": DDP,
-    "attention.forward.values": ATTENTION,
-    "zero1.step.equals-unsharded": ZERO1,
-    "clip.norm.global": CLIP,
-    "data.partition.ranks-differ": LOADER,
+    "ddp.gradients.mean": UNREDUCED,
+    "ddp.programs.any-situation": UNREDUCED,
+    "attention.forward.values": DOUBLED,
+    "zero1.step.equals-unsharded": "sharded_optimizer = lambda parameters, make, **how: "
+    "plain.sharded_optimizer([*parameters][:1], make, **how)",
+    "clip.norm.global": "clip_grad_norm_ = lambda *of, **how: 2 * plain.clip_grad_norm_(*of)",
+    "data.partition.ranks-differ": "token_loader = lambda paths, **how: "
+    "plain.token_loader(paths, **{**how, 'rank': 0})",
 }
-"""By clause: right code, with the one line marked that makes it so."""
+"""Clause to a line that makes right code wrong in a way that a script for the clause shows."""
 SHOWN = (
     "ddp: mlp not-the-ends: backward 0, zero_grad zero, accumulate 1, both 2 3, finish, step",
     "ddp_bucketed: tied one: nested 2 3, leave, backward 4, zero_grad none, aside 5, backward 6, "
@@ -103,10 +42,6 @@ SHOWN = (
     "freeze 1, thaw 1, zero_grad zero, deal 1 half, closure 2 deals, write one-parameter, state",
 )
 """A function of PyTorch's and a situation in which it does what the world model says."""
-
-
-def without_the_marked_line(text: str) -> str:
-    return "".join(line for line in text.splitlines(True) if not line.endswith("# mended\n"))
 
 
 def run_forked(text: str) -> tuple[int, str]:
@@ -138,7 +73,7 @@ def test_a_script_shows_the_fault_until_it_is_mended(
     monkeypatch.setattr(command, "_finding", lambda impl, id: made_up(id))
     monkeypatch.setattr(command, "_run", run_forked)
     mine = tmp_path / "mine.py"
-    mine.write_text(without_the_marked_line(FAULTS[clause]))
+    mine.write_text(RIGHT + FAULTS[clause])
     assert repro(tmp_path, str(mine), clause) == 0, capsys.readouterr().err
     (script,) = (tmp_path / "out").iterdir()
     assert str(script) in capsys.readouterr().out
@@ -148,7 +83,7 @@ def test_a_script_shows_the_fault_until_it_is_mended(
     assert repro(tmp_path, str(mine), clause) == 2
     assert "something of that name" in capsys.readouterr().err
 
-    mine.write_text(FAULTS[clause])
+    mine.write_text(RIGHT)
     if clause != "ddp.gradients.mean":
         assert run_forked(text) == (0, "as expected\n")
         return
@@ -158,7 +93,7 @@ def test_a_script_shows_the_fault_until_it_is_mended(
 
 
 def test_the_command_judges_the_clause_first(tmp_path: Path):
-    (tmp_path / "mine.py").write_text(without_the_marked_line(ATTENTION))
+    (tmp_path / "mine.py").write_text(RIGHT + DOUBLED)
     arguments = ("--impl", str(tmp_path / "mine.py"), "--clause", "attention.forward.values")
     ended = python("-m", "spec_tests", "repro", *arguments, str(tmp_path / "out"))
     assert ended.returncode == 0, ended.stdout + ended.stderr
@@ -183,7 +118,7 @@ def test_where_there_is_no_script_words_say_why(
     tmp_path: Path, monkeypatch, capsys, impl: str, clause: str, words: str
 ):
     monkeypatch.setattr(subprocess, "run", lambda command, **_: python(*command[1:]))
-    (tmp_path / "mine.py").write_text(DDP)
+    (tmp_path / "mine.py").write_text(RIGHT.replace("*", "ddp, finish_gradient_synchronization"))
     given = str(tmp_path / impl) if impl.endswith(".py") else impl
     assert repro(tmp_path, given, clause) == 2
     assert words in capsys.readouterr().err
@@ -194,7 +129,7 @@ def test_a_script_that_does_not_show_the_finding_is_not_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     """The finding is made up, and the file is right: every script exits with 0."""
-    (tmp_path / "mine.py").write_text(ATTENTION)
+    (tmp_path / "mine.py").write_text(RIGHT)
     finding = {"case": "flash_attention-w1", "world_size": 1, "message": "[id]  S\nfound\nso"}
     monkeypatch.setattr(command, "_finding", lambda impl, id: finding)
     arguments = ["--impl", str(tmp_path / "mine.py"), "--clause", "attention.forward.values"]

@@ -1,4 +1,4 @@
-"""Learning mode: each skeleton leads through its chapter, fails with words, and can be filled."""
+"""Learning mode: each skeleton leads through its chapter and fails with words."""
 
 import ast
 import fnmatch
@@ -17,29 +17,13 @@ from spec_tests.rig.judge.runner import CaseResult
 from spec_tests.rig.outcomes import SILENT, Outcome
 from spec_tests.rig.ranks.world import Worlds
 from spec_tests.rig.sim import hooks
-from spec_tests.rig.target import REPOSITORY_ROOT, Implementation, Target, import_target
+from spec_tests.rig.target import Target
 from spec_tests.tests.reference import launch
 from spec_tests.tests.rig import built
 from spec_tests.tests.rig.helpers import clauses, judged
 
 CHAPTERS = {"loader": "data", "trainer": "training"}
 """Of skeletons that are not called like theirs."""
-
-REFERENCE = """
-
-from spec_tests.impls import parse
-from spec_tests.rig.target import import_target
-
-_reference = import_target(parse("solution"))
-"""
-WRAPPERS = """
-ddp, ddp_bucketed, no_sync = _reference.ddp, _reference.ddp_bucketed, _reference.no_sync
-finish_gradient_synchronization = _reference.finish_gradient_synchronization
-"""
-"""What the trainer's skeleton tells its reader to import."""
-with_reference = pytest.mark.skipif(
-    not (REPOSITORY_ROOT / "solution").is_dir(), reason="the reference is not beside the suite"
-)
 
 
 @pytest.fixture(params=skeletons.SUBJECTS)
@@ -51,22 +35,6 @@ def functions_of(text: str) -> list[ast.FunctionDef]:
     return [node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)]
 
 
-def filled(text: str) -> str:
-    """The skeleton with every step done: each function asks the reference's of that name."""
-    lines = text.splitlines()
-    for function in reversed(functions_of(text)):
-        arguments = function.args
-        words = [argument.arg for argument in arguments.args]
-        words += [f"{argument.arg}={argument.arg}" for argument in arguments.kwonlyargs]
-        words += [f"**{arguments.kwarg.arg}"] if arguments.kwarg else []
-        last = function.body[-1]
-        assert isinstance(last, ast.Raise), f"{function.name} has nothing to do"
-        call = f"    return _reference.{function.name}({', '.join(words)})"
-        lines[last.lineno - 1 : last.end_lineno] = [call]
-    whole, toy, play = "\n".join(lines).partition("\n# A toy of ")
-    return whole + REFERENCE + (WRAPPERS if "own, with `no_sync`" in text else "") + toy + play
-
-
 def clauses_of(subject: str, level: str) -> list[Clause]:
     return clauses(CHAPTERS.get(subject, subject), level)
 
@@ -75,33 +43,43 @@ def matches(clause: Clause, patterns: Iterable[str]) -> bool:
     return any(fnmatch.fnmatchcase(clause.id, pattern) for pattern in patterns)
 
 
-def first_of_each_task(subject: str, text: str) -> list[Clause]:
-    """The easiest clause of each task that a course or the contract asks for."""
+def first_of_all(subject: str, text: str) -> Clause:
+    """The easiest clause of the first task that a course or the contract asks for."""
     named = [function.name for function in functions_of(text)]
     begun = [name for name in named if name in FUNCTIONS][:1]  # what the later ones build on
+    patterns = skeletons.tasks(text)[0]
     chapter = [c for c in clauses_of(subject, "correct") if {*named}.issuperset(c.needs)]
     chapter.sort(key=lambda c: bool(c.judges) and not {*begun} & {*c.judges})
-    found = (next((c for c in chapter if matches(c, each)), None) for each in skeletons.tasks(text))
-    return [clause for clause in found if clause is not None]
+    return next(clause for clause in chapter if matches(clause, patterns))
 
 
-def first_case(clause: Clause, target: Target, worlds: Worlds) -> CaseResult:
-    """What the first case of what the target offers came to."""
-    offered = worlds.world(clause.worlds[0], target).offered()
-    case = next(c for c in clause.cases() if c.get("subject", offered[0]) in offered)
-    return judged(target, worlds, clause, case)
+LATER = {"ddp": "ddp_bucketed", "attention": "flash_attention_triton"}
+"""What a later task adds, which is not offered until it is begun: it keeps no earlier one red."""
 
 
-def test_what_is_written_can_be_loaded_and_names_itself(subject: str, tmp_path: Path, capsys):
+def test_a_skeleton_names_itself_and_fails_with_the_step_that_is_to_be_done(
+    own: Worlds, subject: str, tmp_path: Path, capsys
+):
     assert main([subject, str(tmp_path / "mine")]) == 0
 
     place = tmp_path / "mine" / f"{subject}.py"
-    text = place.read_text()
+    text, which = place.read_text(), parse(str(place))
     assert "THIS_FILE" not in text
     assert f"make check IMPL={place}" in text
     assert {function.name for function in functions_of(text)} <= FUNCTIONS.keys()
     assert f"python -m spec_tests --impl {place} --clause" in capsys.readouterr().out
     assert len(text) == len(skeletons.text_of(subject, place)), "and nothing besides"
+    clause = first_of_all(subject, text)
+    world = own.world(clause.worlds[0], which)
+    offered = world.offered()
+    assert LATER.get(subject) not in offered
+    assert world.misfits() == {}
+    case = next(c for c in clause.cases() if c.get("subject", offered[0]) in offered)
+    result = judged(which, own, clause, case)
+    assert result.outcome is Outcome.FAILED, result.message
+    assert "ToDo" in result.message
+    assert "task 1: " in result.message
+    assert {*re.findall(r'File "([^"]+)"', result.message)} <= {str(place)}, "no other's lines"
 
 
 def test_nothing_is_overwritten_and_an_unknown_subject_is_refused(tmp_path: Path, capsys):
@@ -137,44 +115,6 @@ def test_the_tasks_lead_through_the_whole_chapter_once(subject: str):
 
 
 @pytest.mark.parametrize(
-    ("subject", "later"), [("ddp", "ddp_bucketed"), ("attention", "flash_attention_triton")]
-)
-def test_what_a_later_task_adds_keeps_no_earlier_one_red(subject: str, later: str, tmp_path: Path):
-    assert main([subject, str(tmp_path)]) == 0
-    which = parse(str(tmp_path / f"{subject}.py"))
-    offered = Implementation(which.name, import_target(which)).offered
-    assert offered
-    assert later not in offered, "until it is begun it is not offered"
-
-
-def test_a_skeleton_fails_with_the_step_that_is_to_be_done(
-    own: Worlds, subject: str, tmp_path: Path
-):
-    assert main([subject, str(tmp_path)]) == 0
-    place = tmp_path / f"{subject}.py"
-    clause, *_ = first_of_each_task(subject, place.read_text())
-    result = first_case(clause, parse(str(place)), own)
-    assert result.outcome is Outcome.FAILED, result.message
-    assert "ToDo" in result.message
-    assert "task 1: " in result.message
-    assert {*re.findall(r'File "([^"]+)"', result.message)} <= {str(place)}, "no other's lines"
-
-
-@with_reference
-def test_a_skeleton_that_is_filled_from_the_reference_passes(
-    own: Worlds, subject: str, tmp_path: Path
-):
-    place = tmp_path / f"{subject}.py"
-    text = skeletons.text_of(subject, place)
-    place.write_text(filled(text))
-    which = parse(str(place))
-    results = [first_case(clause, which, own) for clause in first_of_each_task(subject, text)]
-    assert len(results) >= 3
-    assert [r.message for r in results if r.outcome is not Outcome.PASSED] == []
-
-
-@with_reference
-@pytest.mark.parametrize(
     ("subject", "shown"),
     [
         ("ddp", "gradient tensor([[2., 1.]]), expected [[2., 1.]]"),
@@ -182,7 +122,9 @@ def test_a_skeleton_that_is_filled_from_the_reference_passes(
     ],
 )
 def test_the_toy_prints_what_it_got_beside_what_is_right(subject: str, shown: str, tmp_path: Path):
-    toy = filled(skeletons.text_of(subject, tmp_path / f"{subject}.py"))
+    text, found = skeletons.text_of(subject, tmp_path / f"{subject}.py"), "\n# A toy of "
+    assert found in text
+    toy = text.replace(found, f"\nfrom spec_tests.plain import *\n{found}")
     for rank in launch.run_ranks(toy, folder=tmp_path):
         assert shown in rank.out
 
