@@ -1,6 +1,7 @@
-"""Numbers and tables as text."""
+"""Numbers and tables as text, and lines on stdout."""
 
 import math
+import sys
 from collections.abc import Sequence
 
 
@@ -33,3 +34,9 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
         "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip()
         for row in rows
     )
+
+
+def say(text: str) -> None:
+    """Write a line to stdout, at once."""
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()

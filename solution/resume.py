@@ -23,9 +23,9 @@ from torch import nn
 
 from solution import comm
 from solution.checkpoint import Stateful, latest_step, load_checkpoint, save_checkpoint
-from solution.job import Interrupted, Job
-from solution.runlog import say
+from solution.console import say
 from solution.train_config import TrainConfig
+from solution.world import World
 
 # The settings on which the weights after n steps depend.
 DECISIVE = (
@@ -34,16 +34,24 @@ DECISIVE = (
 )
 
 
+class Interrupted(RuntimeError):
+    """The run was told to stop, and has saved what it had."""
+
+
 class Restarts:
     """The saves of one run, and where it resumes; without a checkpoint folder it does nothing."""
 
-    def __init__(self, job: Job, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self._config, self._world = job.config, job.world
-        self._parts: dict[str, Any] = {
-            "model": model,
-            "optimizer": optimizer,
-            "loader": _Place(job.loader, job.config),
-        }
+    def __init__(
+        self,
+        config: TrainConfig,
+        world: World,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        loader: Stateful,
+    ) -> None:
+        self._config, self._world = config, world
+        place = _Place(loader, config)
+        self._parts: dict[str, Any] = {"model": model, "optimizer": optimizer, "loader": place}
         self._is_told_to_stop = False
 
     def __enter__(self) -> Self:

@@ -1,17 +1,16 @@
 """The log of a run: lines on stdout and a JSONL file. The first rank keeps it.
 
-Lines go to stdout, every `log_every` steps and at the first and the last. OUT/NAME.jsonl has one
-line per step, flushed, so that what a killed run did can be read.
+Lines go to stdout every `log_every` steps and at the first and the last. OUT/NAME.jsonl has one
+line per step, written at once, so that what a killed run did can be read.
 """
 
 import contextlib
 import json
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from solution.console import significant
+from solution.console import say, significant
 from solution.data.shards import write_atomically
 from solution.train_config import TrainConfig
 from solution.trainer import StepRecord
@@ -30,18 +29,14 @@ class RunLog:
     """
 
     def __init__(self, path: Path | None, config: TrainConfig, *, finished: int = 0) -> None:
-        self.path = path
-        self.lines = [] if path is None else _lines_until(path, finished)
-        self._config, self._begun = config, time.perf_counter()
-        self._file: Any = None
+        self.path, self._config, self._begun = path, config, time.perf_counter()
+        self.lines: list[dict[str, Any]] = []
         if path is not None:
+            for text in path.read_text().splitlines() if finished and path.exists() else ():
+                with contextlib.suppress(ValueError):  # a killed run's last line may be cut off
+                    self.lines.append(json.loads(text))
+            self.lines = [line for line in self.lines if line["step"] <= finished]
             write_atomically(path, "".join(json.dumps(x) + "\n" for x in self.lines).encode())
-            self._file = path.open("a")
-
-    def close(self) -> None:
-        """Close the file."""
-        if self._file is not None:
-            self._file.close()
 
     def step(self, record: StepRecord, *, seconds: float, val_loss: float | None = None) -> None:
         """Keep one optimizer step, and show it if it is its turn."""
@@ -52,8 +47,8 @@ class RunLog:
         if val_loss is not None:
             line["val_loss"] = val_loss
         self.lines.append(line)
-        self._file.write(json.dumps(line) + "\n")
-        self._file.flush()
+        with self.path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
         step = record["step"]
         is_turn = step in (1, self._config.steps) or step % self._config.log_every == 0
         if is_turn or val_loss is not None:
@@ -65,20 +60,3 @@ class RunLog:
                 f"grad norm {significant(record['grad_norm'], 5, decimals=4)}"
                 + ("" if val_loss is None else f" | val loss {val_loss:.6f}")
             )
-
-
-def _lines_until(path: Path, finished: int) -> list[dict[str, Any]]:
-    """The lines of the first `finished` steps, as far as an earlier run left them."""
-    lines: list[dict[str, Any]] = []
-    for text in path.read_text().splitlines() if finished and path.exists() else ():
-        with contextlib.suppress(ValueError):  # the last one of a killed run may be cut off
-            line = json.loads(text)
-            if line["step"] <= finished:
-                lines.append(line)
-    return lines
-
-
-def say(text: str) -> None:
-    """A line on stdout, at once."""
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()

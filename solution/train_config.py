@@ -123,7 +123,7 @@ class TrainConfig:
     @property
     def name(self) -> str:
         """The name of the files that this run writes."""
-        return self.wrapper
+        return {"torch": "ddp_torch"}.get(self.wrapper, self.wrapper)
 
     @property
     def dtype(self) -> torch.dtype:

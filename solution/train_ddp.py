@@ -18,7 +18,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from solution import job
 from solution.parallel.ddp import DDPBucketed, DDPIndividualParameters
-from solution.train_baseline import train
 from solution.train_config import TrainConfig
 from solution.world import World
 
@@ -34,7 +33,7 @@ def wrapped(module: nn.Module, config: TrainConfig, world: World) -> nn.Module:
 
 def main() -> int:
     """Run the command; return the exit status."""
-    return job.main(train, wrapped, description="Train GPT-2 on several ranks.")
+    return job.main(wrapped, description="Train GPT-2 on several ranks.")
 
 
 if __name__ == "__main__":

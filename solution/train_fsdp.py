@@ -29,7 +29,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from solution import comm, job
 from solution.parallel import fsdp as ours
-from solution.train_baseline import train
 from solution.train_config import TrainConfig, setting
 from solution.world import World
 
@@ -113,7 +112,7 @@ def sharded(module: nn.Module, config: TrainConfig, world: World) -> nn.Module:
 def main() -> int:
     """The command; returns the exit status."""
     description = "Train GPT-2 or Llama, sharded over ranks."
-    return job.main(train, sharded, description=description, kind=FsdpConfig)
+    return job.main(sharded, description=description, kind=FsdpConfig)
 
 
 if __name__ == "__main__":

@@ -13,8 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from solution.demo import page_template
-from solution.measure.intervals import length
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from solution.measure.intervals import length, merged
 from solution.measure.trace import listed
 
 TEMPLATE = Path(__file__).with_name("page.html.jinja")
@@ -25,7 +26,10 @@ def render(found: Mapping[str, Any]) -> str:
     """Return the whole page; `solution.demo.results` describes the argument."""
     runs = found["runs"]
     recorded = [run for run in runs if run["timeline"]]
-    return page_template(TEMPLATE).render(
+    options: Any = {"autoescape": True, "trim_blocks": True, "undefined": StrictUndefined}
+    environment = Environment(loader=FileSystemLoader(TEMPLATE.parent), **options)
+    environment.filters["merged"] = merged
+    return environment.get_template(TEMPLATE.name).render(
         found,
         losses=_points(runs, "losses", float),
         differences=_points(runs, "differences", _logarithm(runs)),

@@ -94,7 +94,7 @@ RUNS = [
     Run("control", "baseline", ALONE, 1, folder="control", micro_batch=MICRO_BATCH // 2),
     Run("ours, ddp", "ddp", DDP, 2, ("--wrapper", "ddp")),
     Run("ours, bucketed", "ddp_bucketed", DDP, 2, BUCKETED),
-    Run("PyTorch's DDP", "torch", DDP, 2, ("--wrapper", "torch")),
+    Run("PyTorch's DDP", "ddp_torch", DDP, 2, ("--wrapper", "torch")),
     Run("ours, ZeRO-1", "ddp_bucketed", ZERO1, 2, (*BUCKETED, "--zero1"), "zero1"),
     Run("ours, FSDP", "fsdp_full_shard", FULL_SHARD, 2, ("--strategy", "FULL_SHARD")),
     Run("ours, SHARD_GRAD_OP", "fsdp_shard_grad_op", GRAD_OP, 2, ("--strategy", "SHARD_GRAD_OP")),

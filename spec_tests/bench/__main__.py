@@ -2,15 +2,15 @@
 
 Measure side by side with PyTorch's own, and write tables to `results/`.
 
-NAME: rig, answer, ddp, zero1, fsdp, checkpoint, attention, loader, trainer, trace, watch;
+NAME: rig, answer, ddp, zero1, fsdp, attention, loader, trainer, watch;
 `NAME --help` lists its options.
 """
 
 import sys
 
 BENCHMARKS = (
-    *("rig", "answer", "ddp", "zero1", "fsdp", "checkpoint"),
-    *("attention", "loader", "trainer", "trace", "watch"),
+    *("rig", "answer", "ddp", "zero1", "fsdp"),
+    *("attention", "loader", "trainer", "watch"),
 )
 
 

@@ -61,9 +61,9 @@ def allocated_bytes() -> int:
     return int(counts.uordblks + counts.hblkhd)
 
 
-def resident_bytes(key: str = "VmRSS") -> int | None:
-    """Return this process's resident memory, or with "VmHWM" its peak; None if not reported."""
-    found = _fields("/proc/self/status").get(key)
+def resident_bytes() -> int | None:
+    """Return this process's resident memory; None if not reported."""
+    found = _fields("/proc/self/status").get("VmRSS")
     return None if found is None else int(found.split()[0]) * 1024
 
 

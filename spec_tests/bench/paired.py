@@ -107,12 +107,6 @@ class Arm:
         seconds, core_seconds = time.perf_counter() - start, time.process_time() - core_start
         return seconds / num_steps, core_seconds / num_steps
 
-    def settle(self) -> None:
-        """Undo what a block left behind, when its clock has stopped."""
-
-    def close(self) -> None:
-        """Give back what the arm holds, after the last round."""
-
 
 def run_rounds(
     ctx: Context | None, arms: Sequence[Arm], num_steps: int, num_rounds: int, seconds: float
@@ -142,7 +136,6 @@ def _round(ctx: Context | None, arms: Sequence[Arm], num_steps: int, index: int)
     for number in order(len(arms), index):
         barrier()
         seconds[number], core_seconds[number] = arms[number].block(num_steps)
-        arms[number].settle()
     barrier()
     now = machine.busy_s()
     return {

@@ -251,11 +251,7 @@ def measured(
 ) -> dict[str, Any]:
     """Rank body: build the arms of a case and run its rounds."""
     arms = find(name).arms(ctx, case, impls)
-    try:
-        rounds = paired.run_rounds(ctx, list(arms.values()), case.num_steps, num_rounds, seconds)
-    finally:
-        for arm in arms.values():
-            arm.close()
+    rounds = paired.run_rounds(ctx, list(arms.values()), case.num_steps, num_rounds, seconds)
     return {"facts": {label: arm.facts for label, arm in arms.items()}, "rounds": rounds}
 
 

@@ -11,8 +11,9 @@ views of that storage, and find the values again when the all-gather in backward
 memory is written through another tensor on the same storage, whose version counter is another one,
 so that autograd does not take an all-gather for a modification.
 
-A gradient is on its way from `unsharded.grad` to `sharded.grad`, the mean, in one of the states of
-`GradientState`; `_TRANSITIONS` lists what leads from one to another:
+A gradient is on its way from `unsharded.grad` to `sharded.grad`, the mean. In between it is
+`unreduced` (a sum of local gradients, n elements), `is_in_flight` (in the buffer of a
+reduce-scatter, n), or `partial` (this rank's rows of a sum over shards and not over replicas):
 
     pre-backward    resume       autograd adds to an unreduced sum of earlier micro-batches
     post-backward   accumulate   the local gradient is taken from autograd
@@ -35,7 +36,6 @@ unreduced.
 
 import weakref
 from collections.abc import Callable, Sequence
-from enum import Enum, auto
 from functools import partial
 from typing import Any
 
@@ -46,50 +46,6 @@ from torch.distributed.tensor import DTensor
 from solution.parallel.fsdp.options import ShardingMesh
 
 Place = tuple[nn.Module, str]  # where a Parameter is registered
-
-
-class GradientState(Enum):
-    """What is in memory of a gradient that is not in `sharded.grad` yet.
-
-    n elements; W ranks shard. Beside it is `unsharded.grad`, n, which is autograd's until the
-    post-backward hook.
-
-    - NONE: nothing.
-    - UNREDUCED: the unreduced sum of local gradients, n.
-    - IN_FLIGHT: the buffer of a reduce-scatter, n, and the partial sum if there was one.
-    - PARTIAL: this rank's rows of a sum over shards and not over replicas, n / W.
-    - UNREDUCED_AND_PARTIAL: both, n + n / W.
-    """
-
-    NONE = auto()
-    UNREDUCED = auto()
-    IN_FLIGHT = auto()
-    PARTIAL = auto()
-    UNREDUCED_AND_PARTIAL = auto()
-
-
-_TRANSITIONS = {
-    "accumulate": {
-        GradientState.NONE: GradientState.UNREDUCED,
-        GradientState.UNREDUCED: GradientState.UNREDUCED,
-        GradientState.PARTIAL: GradientState.UNREDUCED_AND_PARTIAL,
-        GradientState.UNREDUCED_AND_PARTIAL: GradientState.UNREDUCED_AND_PARTIAL,
-    },
-    "resume": {
-        GradientState.UNREDUCED: GradientState.NONE,
-        GradientState.UNREDUCED_AND_PARTIAL: GradientState.PARTIAL,
-    },
-    "send": {
-        GradientState.NONE: GradientState.IN_FLIGHT,
-        GradientState.UNREDUCED: GradientState.IN_FLIGHT,
-        GradientState.PARTIAL: GradientState.IN_FLIGHT,
-        GradientState.UNREDUCED_AND_PARTIAL: GradientState.IN_FLIGHT,
-    },
-    "forget": {GradientState.IN_FLIGHT: GradientState.NONE},
-    "keep": {GradientState.IN_FLIGHT: GradientState.PARTIAL},
-    "add": {GradientState.IN_FLIGHT: GradientState.NONE},
-    "drop": dict.fromkeys(GradientState, GradientState.NONE),
-}
 
 
 def rows_of(num_rows: int, rank: int, num_ranks: int) -> slice:
@@ -124,7 +80,7 @@ class ShardedParameter:
             requires_grad=parameter.requires_grad,
         )
         self.unsharded: nn.Parameter | None = None  # before the first all-gather
-        self.gradient_state = GradientState.NONE
+        self.is_in_flight = False  # whether a reduction of it has started and not ended
         self.unreduced: torch.Tensor | None = None  # sum of local gradients, `[shape]`
         self.partial: torch.Tensor | None = None  # own rows, not summed over replicas yet
         self._memory = torch.empty(0)
@@ -209,9 +165,6 @@ class ShardedParameter:
 
     # --------------------------------------------------------------------------------- gradients
 
-    def _move(self, verb: str) -> None:
-        self.gradient_state = _TRANSITIONS[verb][self.gradient_state]
-
     @property
     def has_local_gradient(self) -> bool:
         """Whether a backward has left a gradient that is not taken yet."""
@@ -223,15 +176,15 @@ class ShardedParameter:
         return self.unsharded is not None and self.unsharded.requires_grad
 
     @property
-    def is_in_flight(self) -> bool:
-        """Whether a reduction has started and not ended."""
-        return self.gradient_state is GradientState.IN_FLIGHT
+    def has_unsent(self) -> bool:
+        """Whether a sum waits for a reduction: of local gradients, or over shards alone."""
+        waits = self.unreduced is not None or self.partial is not None
+        return waits and not self.is_in_flight
 
     def resume(self) -> None:
         """Let autograd add to the unreduced gradient, if dtypes allow: it frees its own sooner."""
         assert self.unsharded is not None
         if self.unreduced is not None and self.unreduced.dtype == self.unsharded.dtype:
-            self._move("resume")
             self.unsharded.grad, self.unreduced = self.unreduced, None
 
     def accumulate(self, dtype: torch.dtype | None, *, sends_partial: bool) -> None:
@@ -240,40 +193,38 @@ class ShardedParameter:
         Without a gradient `unreduced` becomes zeros if a partial sum has to be sent with it.
         """
         if self.unsharded is not None and self.unsharded.grad is not None:
-            self._move("accumulate")
+            assert not self.is_in_flight
             gradient, self.unsharded.grad = self.unsharded.grad.detach(), None
             if self.unreduced is None:
                 # contiguous: a gradient may be a transposed or an expanded view.
                 self.unreduced = gradient.to(dtype or gradient.dtype).contiguous()
             else:
                 self.unreduced += gradient
-        elif sends_partial and self.gradient_state is GradientState.PARTIAL:
+        elif sends_partial and self.has_unsent and self.unreduced is None:
             assert self.partial is not None
-            self._move("accumulate")
             self.unreduced = self.partial.new_zeros(self.shape)
 
     def send(self) -> None:
         """Forget the unreduced gradient, and its placeholder: a message holds it now."""
-        self._move("send")
-        self.unreduced = None
+        assert not self.is_in_flight
+        self.is_in_flight, self.unreduced = True, None
         self.remove_placeholder()
 
     def forget(self) -> None:
         """Stay without a gradient: no rank has sent one."""
-        self._move("forget")
+        self.is_in_flight = False
 
     def keep(self, rows: torch.Tensor) -> None:
         """Keep this rank's rows of a sum that later reductions average over replicas."""
-        self._move("keep")
-        self.partial = rows
+        self.is_in_flight, self.partial = False, rows
 
     def add(self, rows: torch.Tensor) -> None:
         """Add this rank's rows of a mean to `sharded.grad`.
 
         The first gradient is not copied: it stays a view of the mean of its whole message.
         """
-        self._move("add")
-        self.partial = None
+        assert self.is_in_flight
+        self.is_in_flight, self.partial = False, None
         if self.sharded.grad is not None:
             self.sharded.grad._local_tensor.add_(rows)  # type: ignore[attr-defined]  # a DTensor
         else:
@@ -284,7 +235,7 @@ class ShardedParameter:
 
     def drop(self) -> None:
         """Discard every gradient that is not in `sharded.grad`."""
-        self._move("drop")
+        self.is_in_flight = False
         if self.unsharded is not None:
             self.unsharded.grad = None
         self.unreduced = self.partial = None
@@ -294,7 +245,7 @@ class ShardedParameter:
 
     def leave_placeholder(self) -> None:
         """Make `zero_grad` discard what is not in `sharded.grad` yet."""
-        if self.gradient_state is GradientState.NONE:
+        if not (self.is_in_flight or self.has_unsent):
             return
         if self.sharded.grad is None:
             zero = torch.zeros((), dtype=self.local.dtype, device=self.local.device)

@@ -53,7 +53,7 @@ from solution.parallel.fsdp.options import (
     ShardingMesh,
     refuse_extensions,
 )
-from solution.parallel.fsdp.param import GradientState, ShardedParameter
+from solution.parallel.fsdp.param import ShardedParameter
 from solution.parallel.inventory import Inventory
 
 K = TypeVar("K", bound=Hashable)
@@ -226,8 +226,8 @@ class Unit:
     @property
     def has_gradients(self) -> bool:
         """Whether there are gradients to take, or to send."""
-        done = (GradientState.NONE, GradientState.IN_FLIGHT) if self.sends else GradientState
-        return any(p.has_local_gradient or p.gradient_state not in done for p in self.parameters)
+        sends = self.sends
+        return any(p.has_local_gradient or (sends and p.has_unsent) for p in self.parameters)
 
     def take_gradients(self) -> None:
         """Take from autograd what a backward left on the unsharded parameters."""

@@ -99,7 +99,7 @@ def test_the_trace_holds_what_was_sent(recorded):
     for setup in ("ddp_bucketed", "fsdp_full_shard_torch"):
         told = summary(recorded / "run", f"{setup}.rank0")
         steps = steps_of(recorded / "traces" / setup / "rank0_trace.json")
-        expected = told["reductions_per_step"] + told["control_messages_per_step"]
+        expected = told["messages_per_step"]
         for names in steps.values():
             sent = {name: n for name, n in names.items() if name.startswith("c10d::")}
             assert sum(sent.values()) == expected, sent
@@ -172,18 +172,17 @@ for arguments in json.loads(sys.argv[1]):
 
 
 def test_what_is_no_run_is_refused(tmp_path):
-    def write(setup, *ranks, steps=(1,), name=None, world_size=2, cut=0):
+    def write(setup, *ranks, steps=(1,), world_size=2, cut=0):
         (tmp_path / setup / "run").mkdir(parents=True)
         for rank in ranks:
             line = Timeline(rank=rank, world_size=world_size if rank else 2)
             for step in steps if rank else (1,):
                 line.step(step, 100 * step, 100 * step + 100)
             data = line.data()
-            path = tmp_path / setup / "run" / (name or f"rank{rank}_trace.json")
+            path = tmp_path / setup / "run" / f"rank{rank}_trace.json"
             path.write_bytes(data[: len(data) - cut])
 
     write("whole", 0, 1)
-    write("renamed", 1, name="rank0_trace.json")
     write("absent", 0)
     write("mixed", 0, 1, world_size=4)
     write("other-steps", 0, 1, steps=(1, 2))
@@ -191,13 +190,12 @@ def test_what_is_no_run_is_refused(tmp_path):
     (tmp_path / "none").mkdir()
     cases = {
         "whole": "",
-        "renamed": "expected the trace of rank 0, got one of rank 1; it was renamed",
-        "absent": "expected the traces of 2 ranks, got those of [0]; copy the others",
-        "mixed": "expected world_size 2 as in rank0_trace.json, got 4",
-        "other-steps": "expected steps [1] as in rank0_trace.json, got [1, 2]",
+        "absent": "expected the traces of ranks {0, 1}, once each, got those of [0]; copy the",
+        "mixed": "expected the files of one run, got world size, device and steps [(2, 'cpu', [1])",
+        "other-steps": "[1]), (2, 'cpu', [1, 2])]; files of different runs lie in one folder",
         "cut": "rank0_trace.json: expected JSON to its end",
         "none": "expected SETUP/rankN_trace.json, got no such file; record some with",
-        "no-folder": "expected a folder of traces, got none; record some with",
+        "no-folder": "expected SETUP/rankN_trace.json, got no such file; record some with",
     }
     plain = [[name, "--out", f"out/{name}"] for name in cases]
     says = [*cases.values(), "expected two of run, got 'lost'"]
