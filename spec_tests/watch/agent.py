@@ -25,7 +25,7 @@ from spec_tests.rig.report.text import several
 from spec_tests.watch import compare, data, numbers, reduction, replayed, traffic  # noqa: F401
 from spec_tests.watch.norm import STEP_CHECKS, Finding, is_must
 from spec_tests.watch.run import Rank, Run, Step
-from spec_tests.watch.verdict import ORDER, Verdict, causes_of, not_seen, seen_in, softened
+from spec_tests.watch.verdict import ORDER, Verdict, causes_of, softened
 
 BOOT = Path(__file__).parent / "boot"
 _GRACE_SECONDS = 3.0
@@ -174,7 +174,6 @@ class Agent:
             self._announce()
             if step is not None:
                 self._report(self._judge(step))
-                self._say_how_far(step)
             return ()
         if kind in ("end", "done"):
             rank.has_ended = True
@@ -194,7 +193,6 @@ class Agent:
     def _judge(self, step: Step) -> list[Finding]:
         """Return what the checks find in a step; one that breaks is a note, not the end."""
         found: list[Finding] = []
-        self.run.saw |= seen_in(step)
         if len(self.run.records) < compare.KEPT:
             self.run.records.append(compare.record(step))
         for id in sorted(STEP_CHECKS, key=ORDER.index):  # causes before effects
@@ -219,17 +217,7 @@ class Agent:
         if not self._is_announced:
             self._is_announced = True
             of = f"{several(self.run.world, 'rank')} of {Path(self._script).name}"
-            _say(f"watching {of}; first verdict after step 1")
-
-    def _say_how_far(self, step: Step) -> None:
-        """Say at the steps 1, 10, 100, then at each thousandth, what was found so far."""
-        number = step.number
-        if step.optimizer or not (number in (1, 10, 100) or number % 1000 == 0):
-            return
-        musts = {f.norm for f in self.findings if is_must(f)}
-        advice = {f.norm for f in self.findings} - musts
-        found = f"{several(len(musts), 'norm')} broken" if musts else "nothing wrong"
-        _say(f"step {number}: {found}" + f", {len(advice)} with advice" * bool(advice))
+            _say(f"watching {of}")
 
     def _begin_anew(self) -> None:
         """Close the books of a run whose ranks have ended, and open those of the next."""
@@ -237,7 +225,7 @@ class Agent:
         self._went_on = len(self.findings)
         self._steps += max(self.run.steps_taken().values(), default=0)
         self._ranks_seen = max(self._ranks_seen, len(self.run.ranks))
-        kept = ("timeline", "spans", "notes", "groups", "saw", "records")
+        kept = ("timeline", "notes", "groups", "records")
         self.run = Run(**{name: getattr(self.run, name) for name in kept})
         self._traffic = traffic.Traffic()
 
@@ -315,9 +303,8 @@ class Agent:
         parts, compared = False, ""
         if self._options.compare is not None and steps:
             parts, compared = compare.compare(run.records, self._options.compare)
-        rest = (run.replayed, run.cost(), compared, not_seen(run.saw, run.replayed))
         found = causes_of(self.findings)
-        return Verdict(status or int(parts), found, steps, ranks, unseen, *rest)
+        return Verdict(status or int(parts), found, steps, ranks, unseen, run.replayed, compared)
 
     def _why_nothing(self, own: int) -> str:
         if self.moved_to:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -51,7 +50,6 @@ def quiet(hook: Hook) -> Hook:
             return
         # What a mode of the script counts or fakes is the script's operations, not these.
         modes = _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
-        begun = time.perf_counter()
         probe.is_busy = True
         try:
             with modes, torch.no_grad():
@@ -60,7 +58,6 @@ def quiet(hook: Hook) -> Hook:
             probe.fail(error)
         finally:
             probe.is_busy = False
-            probe.spent += time.perf_counter() - begun
 
     return guarded
 

@@ -212,11 +212,6 @@ class Names:
             known.is_added and kind in ("plain", "ddp"),
         )
 
-    @property
-    def has_ties(self) -> bool:
-        """Whether two places ever held one parameter."""
-        return bool(self._ties)
-
     def broken_ties(self) -> list[tuple[str, str]]:
         """Return pairs of places that shared a parameter at first and no longer do."""
         found = []

@@ -74,7 +74,6 @@ class Feed:
             "indices": [],
             "size": 0,
             "epoch": 0,  # passes that a training has begun until this one
-            "by_epoch": self.sampler is not None,
             "again": False,
             "doubled": 0,
             "is_last": False,

@@ -1,4 +1,4 @@
-"""The report of a watched run; index.html has verdict, causes, a timeline, and what was checked.
+"""The report of a watched run; index.html has the verdict, its causes and a timeline of the steps.
 
 One file that needs neither network nor script. The style is the report's `house.css`; the template
 beside this module adds its own and escapes everything that came from the run.
@@ -37,34 +37,17 @@ def write(verdict: Verdict, run: Run, command: Sequence[str], folder: Path) -> N
 
 def as_data(verdict: Verdict, run: Run, command: Sequence[str]) -> dict[str, Any]:
     """Return the verdict and the timeline as plain data."""
-    wrong = {cause.finding.norm for cause in verdict.causes}
-    wrong |= {effect for cause in verdict.causes for effect in cause.effects}
-    return {
-        "command": list(command),
-        **{name: value for name, value in vars(verdict).items() if name != "not_seen"},
-        "causes": [
-            {
-                **asdict(cause.finding),
-                "sentence": NORMS[cause.finding.norm].sentence,
-                "strength": "MUST" if is_must(cause.finding) else "SHOULD",
-                "effects": cause.effects,
-                "times": cause.times,
-            }
-            for cause in verdict.causes
-        ],
-        "norms": [
-            {
-                "id": id,
-                "sentence": each.sentence,
-                "strength": str(each.strength),
-                "holds": id not in wrong,
-                "seen": id in wrong or id not in verdict.not_seen,
-            }
-            for id, each in NORMS.items()
-        ],
-        "timeline": list(run.timeline),
-        "spans": list(run.spans),
-    }
+    causes = [
+        {
+            **asdict(cause.finding),
+            "sentence": NORMS[cause.finding.norm].sentence,
+            "strength": "MUST" if is_must(cause.finding) else "SHOULD",
+            "effects": cause.effects,
+            "times": cause.times,
+        }
+        for cause in verdict.causes
+    ]
+    return {**vars(verdict), "command": [*command], "causes": causes, "timeline": [*run.timeline]}
 
 
 def page(data: Mapping[str, Any]) -> str:
@@ -82,40 +65,15 @@ def page(data: Mapping[str, Any]) -> str:
         kind=("good", "bad")[data["status"]] if is_judged else "warn",
         verdict=_verdict(data) if is_judged else "Nothing was judged",
         causes=sorted(data["causes"], key=lambda cause: cause["strength"] != "MUST"),
-        norms=_in_order([{**norm, **_result(norm, data, is_judged)} for norm in data["norms"]]),
         timeline=_timeline(data) if data["timeline"] else None,
     )
-
-
-def _in_order(norms: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """Return a title to the norms under it: what is wrong is open, all else is folded."""
-    open_ones = [norm for norm in norms if norm["kind"] in ("bad", "warn")]
-    held = [norm for norm in norms if norm["words"] == "holds"]
-    rest = [norm for norm in norms if norm["kind"] == "mute"]
-    why = rest[0]["words"] if rest else ""
-    titles = ("", f"{several(len(held), 'norm')} held", f"{several(len(rest), 'norm')} {why}")
-    return {t: of for t, of in zip(titles, (open_ones, held, rest), strict=True) if of}
 
 
 def _verdict(data: Mapping[str, Any]) -> str:
     musts = sum(cause["strength"] == "MUST" for cause in data["causes"])
     found = several(musts, "cause") if musts else "Advice alone, under --strict,"
-    of = (data["steps"], data["ranks"], data.get("replayed", ""), len(data["causes"]) - musts)
+    of = (data["steps"], data["ranks"], data["replayed"], len(data["causes"]) - musts)
     return f"{found if data['status'] else 'Nothing wrong'} in {seen_in_words(*of)}"
-
-
-def _result(norm: Mapping[str, Any], data: Mapping[str, Any], is_judged: bool) -> dict[str, str]:
-    """Return colour and words for a norm, and the id of the cause that it belongs to."""
-    if norm["holds"]:
-        kind, words = ("good", "holds") if is_judged else ("mute", "not judged")
-        if is_judged and not norm["seen"]:
-            kind, words = "mute", "not seen"
-        return {"kind": kind, "words": words, "at": ""}
-    causes = [c for c in data["causes"] if norm["id"] in (c["norm"], *c["effects"])]
-    own = next((c["strength"] for c in causes if c["norm"] == norm["id"]), norm["strength"])
-    words = "does not hold" if own == norm["strength"] else "advice"
-    at = causes[0]["norm"] if causes else ""
-    return {"kind": "bad" if own == "MUST" else "warn", "words": words, "at": at}
 
 
 def _timeline(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -138,32 +96,7 @@ def _timeline(data: Mapping[str, Any]) -> dict[str, Any]:
             bars += f"M{x} {y + 10}h{wide}v16h-{wide}z"
         if y == _TOP and x - max(numbers) >= _LABEL:
             numbers[x] = str(step)
-    spans = _spans(data, begun, lasted, lanes)
     about = f"{several(len(rows), 'step')} on {several(len(lanes), 'rank')} in {lasted:.3g} s"
-    low = _TOP + len(lanes) * _LANE + 16
-    size = {"left": _LEFT, "wide": _WIDE, "low": low, "every": every, "about": about}
-    drawn = {"spans": spans, "lanes": lanes, "bars": bars, "marked": marked, "numbers": numbers}
-    return {**size, **drawn, "seconds": _seconds(lasted)}
-
-
-def _spans(
-    data: Mapping[str, Any], begun: float, lasted: float, lanes: Mapping[int, int]
-) -> dict[str, str]:
-    """Return the path of what ran, by its kind; of a long run, of each n-th span."""
-    known = [s for s in data.get("spans", ()) if s[0] in lanes and s[3] > begun]
-    every = math.ceil(len(known) / _MOST_BARS)
-    paths = dict.fromkeys(("forward", "backward", "waiting"), "")
-    for index, (rank, kind, begin, end) in enumerate(known):
-        x = round(_LEFT + max(begin - begun, 0) / lasted * _WIDE, 1)
-        wide = max(1, round((min(end, begun + lasted) - max(begin, begun)) / lasted * _WIDE, 1))
-        if (index % every == 0 or kind == "waiting") and x < _LEFT + _WIDE:
-            paths[kind] += f"M{x} {lanes[rank] + 20}h{wide}v6h-{wide}z"
-    return {kind: path for kind, path in paths.items() if path}
-
-
-def _seconds(lasted: float) -> dict[float, str]:
-    """Return place to words of at most nine moments."""
-    ten = 10 ** math.floor(math.log10(lasted / 8))
-    unit = next(ten * by for by in (1, 2, 5, 10, 20) if lasted / (ten * by) <= 8)
-    moments = [at * unit for at in range(int(lasted / unit) + 1)]
-    return {round(_LEFT + each / lasted * _WIDE, 1): f"{each:.4g} s" for each in moments}
+    size = {"left": _LEFT, "wide": _WIDE, "low": _TOP + len(lanes) * _LANE, "every": every}
+    drawn = {"lanes": lanes, "bars": bars, "marked": marked, "numbers": numbers}
+    return {**size, **drawn, "about": about}

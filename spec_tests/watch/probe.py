@@ -86,11 +86,9 @@ class Probe:
         self.link: Link | None = None
         self.names = Names()
         self.is_busy = False
-        self.spent = 0.0  # seconds in hooks
         self.root: nn.Module | None = None
         self.inner: nn.Module | None = None  # of DDP: what the root hands on to
         self.trains = False  # the forward that is running
-        self.forward_began = 0
         self.talked = 0  # collectives before the forward that is running
         self.takes_gradients = True
         self.optimizers: weakref.WeakKeyDictionary[Any, Watched] = weakref.WeakKeyDictionary()
@@ -186,7 +184,7 @@ class Probe:
             link.send_collectives()  # a rank that is about to abort has no time to
         self.window.forward(module, tensors_of((arguments, keywords or {})), self.names)
         self.window.feed = self.feeds.train() or self.window.feed
-        self.trains, self.forward_began = True, time.time_ns()
+        self.trains = True
         taken = [each.steps for each in self.optimizers.values() if ids & each.ids]
         if self.options["replay"] in [steps + 1 for steps in taken or [0]]:
             if module not in self.recordings:
@@ -285,10 +283,8 @@ class Probe:
 
     def left(self, module: nn.Module, output: Any) -> None:
         """The forward at the top has ended."""
-        if self.trains:
-            self.window.span("forward", self.forward_began, time.time_ns())
-            if collectives_so_far() != self.talked:
-                self.window.forwards[-1]["talks"] = not self.names.talks(module)
+        if self.trains and collectives_so_far() != self.talked:
+            self.window.forwards[-1]["talks"] = not self.names.talks(module)
         self.root = self.inner = None
         recording = self.recordings.get(module)
         if recording is not None:
@@ -335,9 +331,6 @@ class Probe:
             "skips": getattr(optimizer, "found_inf", None) is not None,
             "loose": self.loose() if watched.steps else [[], []],
             "ties": self.names.broken_ties(),
-            "scaler": self.has_scaler,
-            "compared": len(self.compared),
-            "tied": self.names.has_ties,
             "messages": link.has_messages,
             "scaled": bool(self.scaled) and getattr(optimizer, "grad_scale", None) is None,
             "scale": calls.loss_scale(sys._getframe(1)) if self.has_scaler else 1.0,
@@ -387,12 +380,12 @@ class Probe:
         watched.last = after
         watched.event["half"] = watched.compare_half()
         watched.event["update"] = watched.sample and watched.sample.compare()
-        watched.event["sampled"], watched.sample = watched.sample is not None, None
+        watched.sample = None
         bad = watched.event["bad"]
         bad["after"] = watched.not_finite() if bad["grads"] else []
         link = self.connect()
         link.send_collectives(unless_recent=watched.steps > 3)
-        link.send("step", **watched.event, after=after, moved=moved, spent=self.spent)
+        link.send("step", **watched.event, after=after, moved=moved)
         self.compared.clear()
         if watched.steps == self.options["steps"]:
             if torch.cuda.is_available():

@@ -70,8 +70,6 @@ class Rank:
     still_beats: int = 0
     pending: Collective | None = None  # the oldest that has not ended
     handling: Event | None = None  # an exception, inside of `except` or `finally`
-    spent: float = 0.0  # seconds in the watcher's hooks, up to the last step
-    begun: int = 0  # when its first step began
     generations: dict[str, tuple[int, int]] = field(default_factory=dict)
     raised: Event | None = None
     batches: int | None = None  # of a pass over the loader that feeds it
@@ -270,10 +268,8 @@ class Run:
     has_messages: bool = False  # point-to-point
     has_small_groups: bool = False
     has_all_to_all: bool = False  # as experts need that are on other ranks
-    saw: set[str] = field(default_factory=set)  # norms that had something to look at
     records: list[Event] = field(default_factory=list)  # what a later run is compared with
     timeline: deque[list[float]] = field(default_factory=lambda: deque(maxlen=_KEPT))
-    spans: deque[list[Any]] = field(default_factory=lambda: deque(maxlen=_KEPT))
     _waiting: dict[tuple[int, int], dict[int, Event]] = field(default_factory=dict)
 
     @property
@@ -305,12 +301,9 @@ class Run:
         event["is_complete"] = rank.read_until >= event["begun"] and not rank.missed
         event["layout"] = rank.layouts[optimizer]
         rank.batches = (event["feed"] or {}).get("batches")
-        rank.spent, rank.begun = event["spent"], rank.begun or event["begun"]
         rank.place = event["place"]  # newer than that of the last heartbeat
         rank.stepped_at, rank.missed, rank.still_since = event["t"], 0, None
         self.timeline.append([rank.rank, number, event["begun"] / 1e9, event["t"] / 1e9])
-        for kind, begun, ended in event.pop("spans"):
-            self.spans.append([rank.rank, kind, begun / 1e9, ended / 1e9])
         found = self._waiting.setdefault((optimizer, number), {})
         if len(self._waiting) > _KEPT_STEPS:  # a rank that never steps, as in a pipeline
             del self._waiting[next(iter(self._waiting))]
@@ -348,32 +341,12 @@ class Run:
             rank.layouts[event["optimizer"]] = event["entries"]
         elif kind == "beat":
             rank.beat(event, time.monotonic())
-            if rank.still_since is not None and rank.waits:
-                self._wait(rank, event["t"] / 1e9)
         elif kind == "raised":
             rank.raised = event
         elif kind == "join":
             self.is_joined = True
         elif kind == "note":
             self.notes.append(f"rank {rank.rank}: {event['text']}")
-
-    def _wait(self, rank: Rank, now: float) -> None:
-        """Draw out the last wait of a rank, or begin one: a heartbeat found it where it was."""
-        last = next((s for s in reversed(self.spans) if s[0] == rank.rank), None)
-        if last is not None and last[1] == "waiting":
-            last[3] = now
-        else:
-            self.spans.append([rank.rank, "waiting", now - 1.0, now])
-
-    def cost(self) -> str:
-        """Return what the hooks took of the ranks' time, from the first step to the last."""
-        ranks = [r for r in self.ranks.values() if r.stepped_at > r.begun > 0]
-        wall = sum(r.stepped_at - r.begun for r in ranks) / 1e9
-        spent = sum(r.spent for r in ranks)
-        if not ranks:
-            return ""
-        words = f"{spent:.2f} s; first to last step, {wall:.2f} s, all ranks together"
-        return f"cost: the watcher's hooks took {words}"
 
     def steps_taken(self) -> dict[int, int]:
         """Return rank to the steps of the optimizer that took most."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import weakref
 import zlib
 from collections.abc import Iterable
@@ -45,7 +44,6 @@ class Window:
         self.losses: list[dict[str, Any]] = []
         self.stale: list[tuple[str, str, Tensor]] = []  # name, line, elements that are not current
         self.scheduled: dict[int, list[Any]] = {}  # schedule to its steps, and their line
-        self.spans: list[list[Any]] = []  # what ran from when to when; backwards by their number
         self.called: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self.roots: list[Tensor] = []  # what each backward began with
         self.is_low = False  # whether it computes in 16 bits
@@ -56,13 +54,6 @@ class Window:
         self.counts: dict[int, list[int]] = {}  # parameter to its backwards, unsynced ones, size
         self.made: dict[int, tuple[int, Tensor]] = {}  # parameter to its size, and gradient's norm
         self.summed: list[tuple[int, Tensor, Tensor]] = []  # size, norms before and after
-
-    def span(self, kind: str, begun: int, now: int, key: int = 0) -> None:
-        """Keep that something ran, as a part of what already runs under the same key."""
-        if key and self.spans and self.spans[-1][3] == key:
-            self.spans[-1][2] = now
-        elif len(self.spans) < KEPT:
-            self.spans.append([kind, begun, now, key])
 
     def forward(self, module: nn.Module, tensors: list[Tensor], names: Names) -> None:
         """A training forward at the top."""
@@ -104,8 +95,7 @@ class Window:
         counted = self.counts.setdefault(id(parameter), [0, 0, parameter.numel()])
         counted[0] += 1
         counted[1] += is_unsynced
-        self.is_cleared, now = False, time.time_ns()
-        self.span("backward", now, now, torch._C._current_graph_task_id() + 1)
+        self.is_cleared = False
 
     def backwards(self, parameters: Iterable[Tensor]) -> int:
         """Return how often gradients were added to some parameters."""
@@ -141,7 +131,6 @@ class Window:
             "cleared": self.is_cleared,
             "stale": self.stale,
             "scheduled": max(self.scheduled.values(), default=None),
-            "spans": [span[:3] for span in self.spans],
             "computed": sum(times * size for times, _, size in counted),
             "distinct": sum(size for _, _, size in counted),
             "backwards": max((times for times, _, _ in counted), default=0),

@@ -15,9 +15,7 @@ EVIL = "<script>alert(1)</script>&\"'"
 SENTENCES = {
     "watch.batches.distinct": "A rank MUST NOT train on the batch of another rank.",
     "watch.gradients.equal": "Gradients MUST be equal on all ranks.",
-    "watch.replicas.equal": "Parameters MUST be equal on all ranks.",
     "watch.loss.token-counts": "Means SHOULD be weighted by the counts.",
-    "watch.steps.same": "All ranks MUST take the same steps.",
 }
 
 
@@ -34,20 +32,10 @@ def data(steps: int = 100, ranks: int = 4, **fields: Any) -> dict[str, Any]:
         cause("watch.batches.distinct", 3, rank=1, place=f"train.py:88 {EVIL}", times=17),
         cause("watch.gradients.equal", 40, effects=["watch.replicas.equal"], likely=EVIL),
     ]
-    norms = [
-        {"id": id, "sentence": each, "strength": re.findall("MUST|SHOULD", each)[0], "seen": True}
-        | {"holds": id == "watch.steps.same"}
-        for id, each in SENTENCES.items()
-    ]
     timeline = [
         [rank, step, 1.7e9 + 0.07 * step + 0.003 * rank, 1.7e9 + 0.07 * step + 0.02]
         for step in range(1, steps + 1)
         for rank in range(ranks)
-    ]
-    spans = [
-        [rank, kind, begin - 0.02 + 0.008 * at, begin - 0.015 + 0.008 * at]
-        for rank, _, begin, _ in timeline
-        for at, kind in enumerate(("forward", "backward"))
     ]
     return {
         "command": ["torchrun", "train.py", "--name", EVIL, "x" * 300],
@@ -55,12 +43,10 @@ def data(steps: int = 100, ranks: int = 4, **fields: Any) -> dict[str, Any]:
         "steps": steps,
         "ranks": ranks,
         "timeline": timeline,
-        "spans": [*spans, [0, "waiting", 1.7e9 + 1, 1.7e9 + 2]],
         "unseen": [f"rank 1: {EVIL}"],
-        "cost": f"cost: 3 % of a step {EVIL}",
         "compared": f"step 7, gradient of {EVIL}",
         "causes": causes,
-        "norms": norms,
+        "replayed": "",
         **fields,
     }
 
@@ -68,9 +54,7 @@ def data(steps: int = 100, ranks: int = 4, **fields: Any) -> dict[str, Any]:
 def test_the_page_says_everything_escaped_with_what_is_wrong_first():
     text = page(data())
     assert "<script" not in text
-    kinds = re.findall(r'<path class="(forward|backward|waiting)" d="M', text)
-    assert kinds == ["forward", "backward", "waiting"]
-    said = [*SENTENCES.values(), "train.py:88", "first in step 3, in 17 steps", "cost: 3 %"]
+    said = [*SENTENCES.values(), "train.py:88", "first in step 3, in 17 steps"]
     said.append("2 causes in 100 steps of 4 ranks; 1 finding is advice")
     assert [words for words in said if words not in text] == []
     cards = re.findall(r'<section class="card(.*?)" id="found-(.*?)"', text)
@@ -88,9 +72,7 @@ def test_the_page_is_small_and_a_long_run_thinned(steps: int, ranks: int, thinne
 
 
 def test_a_run_without_steps_claims_nothing():
-    text = page(data(0, status=2, causes=[], norms=data()["norms"][-1:]))
-    assert "Nothing was judged" in text
-    assert ">holds<" not in text
+    assert "Nothing was judged" in page(data(0, status=2, causes=[]))
 
 
 def test_the_page_can_be_read_and_is_not_wider_than_a_phone(tmp_path: Path, browser):
