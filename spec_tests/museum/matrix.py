@@ -16,7 +16,6 @@ from fnmatch import fnmatch
 from typing import Any
 
 from spec_tests.impls import parse
-from spec_tests.museum.alone import Alone
 from spec_tests.museum.card import Impostor
 from spec_tests.rig.clause import Clause
 from spec_tests.rig.judge.runner import CaseResult, run_case
@@ -73,7 +72,6 @@ def probe(clause: Clause, impostor: Impostor, worlds: Worlds, *, brief: bool = F
     finding = Finding(clause, impostor)
     target = target_of(impostor)
     own = impostor.brings & {*clause.judges}
-    worlds = Alone(impostor, worlds) if impostor.alone else worlds
     cases = [case for case in clause.cases() if not own or case["subject"] in own]
     cases.sort(key=lambda case: case.get("part", 0))  # the first has the seeds, which find most
     for case in _some(cases, f"{impostor.id} {clause.id}") if brief else cases:
