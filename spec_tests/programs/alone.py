@@ -15,6 +15,7 @@ import torch
 
 from spec_tests.programs.calls import Program
 from spec_tests.programs.faults import FAULTS, RIGHT, Fault, Reader, Share
+from spec_tests.programs.machine import Machine
 from spec_tests.programs.scene import Scene
 from spec_tests.programs.units import parameters_of_units
 from spec_tests.rig.judge.oracle import Gradients, Named
@@ -28,7 +29,7 @@ LARGE = 1e30
 
 
 @dataclass
-class Alone:
+class Alone(Machine):
     """What one rank should see.
 
     Args:
@@ -87,15 +88,6 @@ class Alone:
         _, shards = shape_of(self.scene, self.size)
         first = self.rank - self.rank % shards
         return tuple(range(first, first + shards))
-
-    def follow(self, program: Program) -> list[tuple[str, Gradients]]:
-        """Return what each call shows."""
-        seen: list[tuple[str, Gradients]] = []
-        for name, *words in program:
-            found = getattr(self, name)(*words)
-            if found is not None:
-                seen.append((" ".join((name, *words)), found))
-        return seen
 
     # --- the model
 
@@ -334,10 +326,7 @@ class Alone:
             return None
         return {name: p.detach().clone() for name, p in self._gathered().items()}
 
-    def nothing(self, *words: str) -> None:
-        """Show nothing, and change nothing."""
-
-    fails = keep = reshard = wait = leave = another_steps = another_lives = nothing
+    fails = keep = reshard = wait = leave = Machine.nothing
 
 
 def first_buffer(rank: int) -> float:

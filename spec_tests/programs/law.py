@@ -19,12 +19,11 @@ import torch
 
 from spec_tests.programs import look, sent, shown, trained
 from spec_tests.programs.alone import SEED, Alone
-from spec_tests.programs.calls import VERBS, Program, after, parsed, spelled
+from spec_tests.programs.calls import VERBS, Program, State, after, parsed, spelled
 from spec_tests.programs.faults import FAULTS, RIGHT
 from spec_tests.programs.laws import refusal
 from spec_tests.programs.pieces import put_together
 from spec_tests.programs.scene import AXIS_OF, OPTIMIZER, REPLICAS, SHARDS, TRAINERS, Scene
-from spec_tests.programs.state import State
 from spec_tests.programs.stepped import ADDED, Divided, Stepped
 from spec_tests.programs.ways import WAYS
 from spec_tests.programs.words import MEANS
