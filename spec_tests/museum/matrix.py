@@ -135,8 +135,8 @@ def owed_by_benign(impostor: Impostor) -> list[Clause]:
     ]
 
 
-def unrelated_clauses(impostor: Impostor, limit: int | None = None) -> list[Clause]:
-    """Clauses of the chapters that an impostor has nothing to do with; at most `limit` of them.
+def unrelated_clauses(impostor: Impostor, limit: int) -> list[Clause]:
+    """At most `limit` clauses of the chapters that an impostor has nothing to do with.
 
     Clauses that judge a function which it brings are left out: of a plain one nobody promised what
     other chapters ask. A limit takes another part for each impostor, so that all of them together
@@ -145,8 +145,6 @@ def unrelated_clauses(impostor: Impostor, limit: int | None = None) -> list[Clau
     related = RELATED.get(impostor.chapter, {impostor.chapter})
     brought = impostor.brings
     found = [c for c in _observable() if c.chapter not in related and not brought & {*c.judges}]
-    if limit is None:
-        return found
     return random.Random(impostor.id).sample(found, min(limit, len(found)))
 
 

@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from spec_tests.programs.calls import Program
 from spec_tests.programs.faults import FAULTS, RIGHT, Fault, Reader, Share
@@ -168,8 +169,10 @@ class Alone(Machine):
         sizes = (self.size, len(self.group))
         reader = Reader(self.rank, self.peers, self.replica, self._micros(), *sizes)
         total: Gradients = {name: None for name, _ in self.named}
+        fault = fault or self.fault
         for share in self.shares:
-            factor = (fault or self.fault).factor(share, reader)
+            is_gone = share.was_cleared and fault.clears(share)
+            factor = 0.0 if is_gone else fault.factor(share, reader)
             for name, gradient in share.gradient.items() if factor else ():
                 if gradient is not None:
                     before = total[name]
@@ -180,18 +183,15 @@ class Alone(Machine):
 
     # --- the calls
 
-    def backward(self, micro: str) -> Gradients:
-        self._add(self._losses(micro))
+    def backward(self, *micros: str) -> Gradients:
+        self._add(self._losses(*micros))
         return self.gradients()
 
-    def both(self, one: str, other: str) -> Gradients:
-        self._add(self._losses(one, other))
-        return self.gradients()
+    both = backward
 
     def several(self, one: str, other: str) -> Gradients:
-        self._add(self._losses(one))
-        self._add(self._losses(other))
-        return self.gradients()
+        self.backward(one)
+        return self.backward(other)
 
     def twice(self, micro: str) -> Gradients:
         losses = self._losses(micro)
@@ -200,7 +200,7 @@ class Alone(Machine):
         return self.gradients()
 
     def begun(self, micro: str) -> None:
-        self._add(self._losses(micro))
+        self.backward(micro)
 
     def local(self) -> Gradients:
         return self.gradients(FAULTS["local"] if self.fault.heeds_no_sync else None)
@@ -362,25 +362,15 @@ def exposed(
 ) -> frozenset[str]:
     """Return the faults that a situation tells from what is right. No ranks are needed."""
 
-    def world(fault: Fault) -> list[list[tuple[str, Gradients]]]:
+    def world(fault: Fault) -> Any:
         ranks = [Alone(scene, size, rank, fault, is_replicated) for rank in range(size)]
-        return [rank.follow(program) for rank in ranks]
+        return tree_leaves([rank.follow(program) for rank in ranks])
 
-    right, found = world(RIGHT), set()
-    for name, fault in FAULTS.items():
-        wrong = world(fault)
-        calls = (
-            (a[1], b[1])
-            for x, y in zip(right, wrong, strict=True)
-            for a, b in zip(x, y, strict=True)
-        )
-        if any(_differ(one, other) for one, other in calls):
-            found.add(name)
-    return frozenset(found)
+    def same(one: Any, other: Any) -> bool:
+        are_tensors = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
+        return torch.equal(one, other) if are_tensors else one is other or one == other
 
-
-def _differ(one: Gradients, other: Gradients) -> bool:
-    def same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
-        return a is b or (a is not None and b is not None and torch.equal(a, b))
-
-    return any(not same(value, other[name]) for name, value in one.items())
+    right = world(RIGHT)
+    return frozenset(
+        name for name, fault in FAULTS.items() if not all(map(same, right, world(fault)))
+    )
