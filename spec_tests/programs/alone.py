@@ -53,6 +53,7 @@ class Alone(Machine):
         self.toy = TOYS[self.scene["toy"][0]]
         self.module = self._begun()
         self.named = list(self.module.named_parameters())
+        self.held = [p for _, p in self.named]
         for number in self.scene["trained"] if self.fault.heeds_frozen else ():
             self.named[number][1].requires_grad_(False)
         self.buffers = {rank: first_buffer(rank) for rank in self.peers}
@@ -300,13 +301,9 @@ class Alone(Machine):
         """Return the full weights."""
         return {name: p.detach().clone() for name, p in self.named}
 
-    def freeze(self, number: str) -> None:
+    def freeze(self, number: str, requires_grad: bool = False) -> None:
         if self.fault.notices(int(number)):
-            self.named[int(number)][1].requires_grad_(False)
-
-    def thaw(self, number: str) -> None:
-        if self.fault.notices(int(number)):
-            self.named[int(number)][1].requires_grad_(True)
+            super().freeze(number, requires_grad)
 
     def save(self) -> None:
         self.saved = self.full(), dict(self.buffers)

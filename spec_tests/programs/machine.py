@@ -25,9 +25,11 @@ class Machine:
 
     Attributes:
         ctx: of a rank; an oracle has none.
+        held: the parameters, in the order of their numbers.
     """
 
     ctx: Any = None
+    held: Any
 
     def follow(
         self, program: Program, watching: Watching = contextlib.nullcontext
@@ -40,6 +42,14 @@ class Machine:
             if found is not None:
                 seen.append((" ".join((name, *words)), found))
         return seen
+
+    def freeze(self, number: str, requires_grad: bool = False) -> None:
+        """Let a parameter require no gradient."""
+        self.held[int(number)].requires_grad_(requires_grad)
+
+    def thaw(self, number: str) -> None:
+        """Let it require one again."""
+        self.freeze(number, True)
 
     def another_steps(self, rank: str) -> None:
         """A model of its own is trained by one rank alone; of an oracle nothing is seen."""

@@ -359,12 +359,6 @@ class OnRank(Machine):
             optimizer.zero_grad()
         return self.full()
 
-    def freeze(self, number: str) -> None:
-        self.held[int(number)].requires_grad_(False)
-
-    def thaw(self, number: str) -> None:
-        self.held[int(number)].requires_grad_(True)
-
     def rest(self) -> None:
         """Bring settings and buffers back to those of the scene, and gradients to None."""
         self.losses = self.saved = None

@@ -33,7 +33,7 @@ class Stepped(Machine):
         self.scene = scene
         module = TOYS[scene["toy"][0]].build(SEED).to(scene.weights)
         self.parameters = dict(module.named_parameters())
-        held = list(self.parameters.values())
+        held = self.held = list(self.parameters.values())
         for number in scene["trained"]:
             held[number].requires_grad_(False)
         kind, options = scene["moments"]
@@ -108,12 +108,6 @@ class Stepped(Machine):
             elif where == "parameters" or number == one_of(list(self.parameters)):
                 parameter.neg_()
         return self.weights()
-
-    def freeze(self, number: str) -> None:
-        list(self.parameters.values())[int(number)].requires_grad_(False)
-
-    def thaw(self, number: str) -> None:
-        list(self.parameters.values())[int(number)].requires_grad_(True)
 
     def save(self) -> None:
         tensors = tree_map_only(torch.Tensor, lambda t: t.detach().clone(), self.state())

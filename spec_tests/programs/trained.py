@@ -121,9 +121,6 @@ class Run(Machine):
             raise NotImplementedError("the module's parameters have other names: nothing to thaw")
         held[names[int(number)]].requires_grad_(requires_grad)
 
-    def thaw(self, number: str) -> None:
-        self.freeze(number, True)
-
     def save(self) -> None:
         self.saves += 1
         self.method("save")(f"{self.folder}/{self.saves}")
