@@ -68,7 +68,6 @@ class Impostor:
         also: of a benign variant, patterns of clauses of level `production` that it passes, too.
         patches: the changed lines, see `patching`.
         requires: the module without which there is nothing to judge, such as "triton", or "".
-        alone: whether it only computes, so that clauses for one rank need no process (`alone`).
     """
 
     id: str
@@ -81,7 +80,6 @@ class Impostor:
     also: tuple[str, ...] = ()
     patches: tuple[Patch, ...] = ()
     requires: str = ""
-    alone: bool = False
 
     @property
     def chapter(self) -> str:
@@ -136,11 +134,11 @@ class Source:
         module: a module of `spec_tests.plain`, or one of the implementation below.
         base: the class of `spec_tests.plain` whose functions are offered; by default the one in
             `BASES`, and none for a module of the implementation below.
-        about: attributes that all its cards have, such as `requires` and `alone`.
+        requires: see `Impostor`.
     """
 
-    def __init__(self, module: str, base: type | None = None, **about: Any) -> None:
-        self.module, self.base, self.about = module, base or BASES.get(module), about
+    def __init__(self, module: str, base: type | None = None, requires: str = "") -> None:
+        self.module, self.base, self.requires = module, base or BASES.get(module), requires
 
     def near_miss(
         self,
@@ -162,7 +160,7 @@ class Source:
 
     def _add(self, card: Impostor, difference: Sequence[str]) -> None:
         patches = patches_of(self.module, difference)
-        _add(replace(card, code=self.base, patches=patches, **self.about))
+        _add(replace(card, code=self.base, patches=patches, requires=self.requires))
 
 
 def near_miss(
@@ -201,8 +199,7 @@ def benign(id: str, *, also: tuple[str, ...] = ()) -> Callable[[Kind], Kind]:
 
 def _of_class(card: Impostor, code: Kind) -> Kind:
     """Add the card, with what the class says of itself."""
-    requires, alone = getattr(code, "requires", ""), getattr(code, "alone", False)
-    _add(replace(card, requires=requires, alone=alone))
+    _add(replace(card, requires=getattr(code, "requires", "")))
     return code
 
 

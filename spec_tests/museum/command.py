@@ -3,7 +3,6 @@
 python -m spec_tests impostors                      named clauses of every impostor
 python -m spec_tests impostors --repeat 20          20 times each: a rejection by luck shows
 python -m spec_tests impostors --accepted           benign ones, and a sample of other chapters
-python -m spec_tests impostors --full               both, and all of the other chapters: an hour
 python -m spec_tests impostors --only 'ddp.no-*'    some of them
 python -m spec_tests impostors --only 'reality.*'   bugs that users reported, see `bugs`
 python -m spec_tests impostors --margins            and how far errors and noise are from tolerances
@@ -39,7 +38,6 @@ def main(arguments: Sequence[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--repeat", type=int, default=1, help="times that each must be rejected")
-    parser.add_argument("--full", action="store_true", help="other chapters and benign ones too")
     parser.add_argument(
         "--accepted",
         action="store_true",
@@ -116,11 +114,9 @@ def jobs(impostor: Impostor, options: argparse.Namespace) -> list[Job]:
 
 
 def _owed(impostor: Impostor, options: argparse.Namespace):
-    if not (options.full or options.accepted) or impostor is FORCED_FAILURE:
+    if not options.accepted or impostor is FORCED_FAILURE:
         return []
-    if impostor.is_benign:
-        return owed_by_benign(impostor)
-    return unrelated_clauses(impostor, limit=None if options.full else SAMPLE)
+    return owed_by_benign(impostor) if impostor.is_benign else unrelated_clauses(impostor, SAMPLE)
 
 
 def _report(impostor: Impostor, verdicts: Sequence[Verdict], options: argparse.Namespace):

@@ -16,7 +16,6 @@ from fnmatch import fnmatch
 from typing import Any
 
 from spec_tests.impls import parse
-from spec_tests.museum.alone import Alone
 from spec_tests.museum.card import Impostor
 from spec_tests.rig.clause import Clause
 from spec_tests.rig.judge.runner import CaseResult, run_case
@@ -73,7 +72,6 @@ def probe(clause: Clause, impostor: Impostor, worlds: Worlds, *, brief: bool = F
     finding = Finding(clause, impostor)
     target = target_of(impostor)
     own = impostor.brings & {*clause.judges}
-    worlds = Alone(impostor, worlds) if impostor.alone else worlds
     cases = [case for case in clause.cases() if not own or case["subject"] in own]
     cases.sort(key=lambda case: case.get("part", 0))  # the first has the seeds, which find most
     for case in _some(cases, f"{impostor.id} {clause.id}") if brief else cases:
@@ -137,8 +135,8 @@ def owed_by_benign(impostor: Impostor) -> list[Clause]:
     ]
 
 
-def unrelated_clauses(impostor: Impostor, limit: int | None = None) -> list[Clause]:
-    """Clauses of the chapters that an impostor has nothing to do with; at most `limit` of them.
+def unrelated_clauses(impostor: Impostor, limit: int) -> list[Clause]:
+    """At most `limit` clauses of the chapters that an impostor has nothing to do with.
 
     Clauses that judge a function which it brings are left out: of a plain one nobody promised what
     other chapters ask. A limit takes another part for each impostor, so that all of them together
@@ -147,8 +145,6 @@ def unrelated_clauses(impostor: Impostor, limit: int | None = None) -> list[Clau
     related = RELATED.get(impostor.chapter, {impostor.chapter})
     brought = impostor.brings
     found = [c for c in _observable() if c.chapter not in related and not brought & {*c.judges}]
-    if limit is None:
-        return found
     return random.Random(impostor.id).sample(found, min(limit, len(found)))
 
 

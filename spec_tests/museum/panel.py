@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from spec_tests.museum import CATALOGUE, REFERENCE
-from spec_tests.museum.alone import Alone
 from spec_tests.museum.card import Impostor
 from spec_tests.museum.matrix import by_id, named_clauses, probe, target_of
 from spec_tests.rig.clause import TELLING_SIZE, Clause
@@ -58,11 +57,10 @@ def take(impostor: Impostor, worlds: Worlds) -> tuple[Signature, dict[str, float
     for clause in named_clauses(impostor) if impostor is not REFERENCE else ():
         if "gloo" in clause.transports:
             _note(found, clause, probe(clause, impostor, worlds).decisive)
-    where = Alone(impostor, worlds) if impostor.alone else worlds
     chapter, brought = impostor.chapter, impostor.brings
     usual, usual_s = _of_base(chapter, frozenset(brought))
     left_out = {*found} | {clause for clause, took in usual_s.items() if took > SLOW_S}
-    others, _ = _judge(target_of(impostor), where, chapter, brought, left_out)
+    others, _ = _judge(target_of(impostor), worlds, chapter, brought, left_out)
     return found | {c: s for c, s in others.items() if usual.get(c) != s}, usual_s
 
 
@@ -73,8 +71,7 @@ def _of_base(chapter: str, brought: frozenset[str]) -> tuple[Signature, dict[str
     base = next((card for card in bases if brought and card.brings == brought), REFERENCE)
     worlds = Worlds()
     try:
-        where = Alone(base, worlds) if base.alone else worlds
-        return _judge(target_of(base), where, chapter, {*brought}, set(), within_s=math.inf)
+        return _judge(target_of(base), worlds, chapter, {*brought}, set(), within_s=math.inf)
     finally:
         worlds.close()
 

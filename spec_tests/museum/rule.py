@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 
 from spec_tests.museum import bugs, near_misses, page
 from spec_tests.museum.card import Impostor
@@ -50,43 +50,22 @@ def falling(exceptions: Collection[str] = STAYS) -> dict[str, str]:
     cards = near_misses()
     signatures, clauses = load().of, by_id().keys()
     fails = {c.id: clauses & signatures.get(c.id, {}) | {*c.rejected_by} for c in cards}
+    names = {c.id: {*c.rejected_by} for c in cards}
     public = {c.id for c in cards if page.is_reported(c)}
+    stays = {*exceptions, *(bug.card for bug in bugs.bugs().values())}
+    stays |= {name for name, own in names.items() if any(".programs." in c for c in own)}
     cards.sort(key=lambda c: (c.id in public, -len(fails[c.id]), -_lines(c), c.id))
-    listed = {bug.card for bug in bugs.bugs().values()}
-    of_seeds = {card.id for card in cards if any(".programs." in c for c in card.rejected_by)}
-    return redundant(
-        {card.id: fails[card.id] for card in cards},
-        {card.id: card.rejected_by for card in cards},
-        public,
-        stays={*listed, *of_seeds, *exceptions},
-    )
-
-
-def redundant(
-    fails: Mapping[str, Collection[str]],
-    names: Mapping[str, Collection[str]],
-    public: Collection[str],
-    stays: Collection[str] = (),
-) -> dict[str, str]:
-    """Return the near-misses that fall, each with the one that makes it redundant.
-
-    Args:
-        fails: near-miss to all clauses that it fails; of two that are alike the first one falls.
-        names: near-miss to the clauses that its card names.
-        public: near-misses with a public source.
-        stays: near-misses that do not fall.
-    """
-    left, found = {name: {*own} for name, own in fails.items()}, {}
-    for name, own in fails.items():
-        others = {other: clauses for other, clauses in left.items() if other != name}
-        inside = next((other for other, clauses in others.items() if clauses <= {*own}), None)
-        is_source = name in public and not any(others.get(each) == {*own} for each in public)
+    left, found = [card.id for card in cards], []
+    for name in [*left]:
+        others, own = [other for other in left if other != name], fails[name]
+        is_inside = any(fails[other] <= own for other in others)
+        is_source = name in public and not any(fails[o] == own for o in others if o in public)
         named = {clause for other in others for clause in names[other]}
-        if inside and not is_source and name not in stays and {*names[name]} <= named:
-            found[name] = inside
-            del left[name]
+        if is_inside and not is_source and name not in stays and names[name] <= named:
+            found.append(name)
+            left.remove(name)
     # What made one of them redundant may have fallen itself, for one that stays.
-    return {name: next(o for o in left if left[o] <= {*fails[name]}) for name in found}
+    return {name: next(other for other in left if fails[other] <= fails[name]) for name in found}
 
 
 def _lines(card: Impostor) -> int:

@@ -15,9 +15,8 @@ The last one asks what a report would say of each near-miss that it does not kno
 taken out of the dictionary, and the family that the others speak of is compared with its own
 (`families.toml`). Precision: of those of which a family is named, or two, how many have it, or one
 of the two; in brackets where one is named. Coverage: of how many one is named. Where code raised
-none ever is; such near-misses are counted apart, in no coverage. Last come pairs, what either of
-two near-misses of different families fails, both unknown: how often what is named is of one of
-them. The lines below are what was named wrongly.
+none ever is; such near-misses are counted apart, in no coverage. The lines below are what was named
+wrongly.
 
 The file says with which torch they were taken.
 """
@@ -27,7 +26,6 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import os
-import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
@@ -101,25 +99,18 @@ def accuracy(kept: Signatures) -> list[str]:
     wrong = []
     for name, found in kept.of.items():
         chapter, right = name.partition(".")[0], family_of()[name]
-        said, has_raised = _said(kept, chapter, found, without=[name])
-        two = _partner(kept, name)
-        both = _said(kept, chapter, {**found, **kept.of[two]}, without=[name, two])[0]
+        said, has_raised = _said(kept, chapter, name, found)
         for row in (rows.setdefault(each, Counter()) for each in (chapter, "all")):
             row.update({"number": 1, "raised": has_raised, "named": bool(said)})
             row.update({"right": right in said, "one": len(said) == 1, "sure": said == (right,)})
-            row.update({"pairs": bool(two), "pairs named": bool(both)})
-            row["pairs right"] += bool({right, family_of().get(two)} & {*both})
         if said and right not in said:
             wrong.append(f"    {name} ({right}): {', '.join(said)}")
-    lines = [
-        "near-misses, without their own signature: precision (of one), coverage; raised; pairs"
-    ]
+    lines = ["near-misses, without their own signature: precision (of one), coverage; raised"]
     for chapter, row in sorted(rows.items()):
         lines.append(
             f"{chapter:12} {row['number']:4}: {_share(row, 'right', 'named')} "
             f"({_share(row, 'sure', 'one')}) {_share(row, 'named', 'number', 'raised')}  "
-            f"{row['raised']:3}  {_share(row, 'pairs right', 'pairs named')} "
-            f"{_share(row, 'pairs named', 'pairs')}"
+            f"{row['raised']:3}"
         )
     return [*lines, "another family:", *wrong]
 
@@ -128,24 +119,13 @@ def _share(row: Mapping[str, int], part: str, of: str, but: str = "") -> str:
     return f"{row[part] / max(1, row[of] - (row[but] if but else 0)):4.0%}"
 
 
-def _partner(kept: Signatures, name: str) -> str:
-    """Another near-miss of the chapter and of another family, drawn by the name."""
-    others = [
-        each
-        for each in kept.of
-        if each.partition(".")[0] == name.partition(".")[0]
-        and family_of()[each] != family_of()[name]
-    ]
-    return random.Random(name).choice(others) if others else ""
-
-
 def _said(
-    kept: Signatures, chapter: str, failed: Mapping[str, str], without: Sequence[str]
+    kept: Signatures, chapter: str, without: str, failed: Mapping[str, str]
 ) -> tuple[tuple[str, ...], bool]:
     """The families that a report names where these clauses fail so, and whether all raised."""
     judged = {clause for name, own in kept.of.items() if name.startswith(chapter) for clause in own}
     events = [_event(clause, failed.get(clause)) for clause in sorted(judged & {*by_id()})]
-    found = causes(events, "it", without=without)
+    found = causes(events, "it", without=[without])
     named = tuple(family for cause in found for family in cause.families)
     return named, all(cause.kind == "raised" for cause in found)
 

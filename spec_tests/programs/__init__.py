@@ -9,7 +9,7 @@ trained.py    the same of a trainer that owns its loop; one_trainer.py: its orac
 pieces.py     what a rank has of a tensor; the parent puts pieces together
 law.py        the law: a situation does on the ranks what it does in one process
 look.py       what a situation shows beside values: form, and an ordinary step afterwards
-sent.py       what each call sends, and what it may; shown.py: what is shown in full afterwards
+sent.py       what each call sends, and what is shown in full afterwards
 draw.py       situations drawn at random, in scenes in which every two words meet
 explore.py    the command: draw, judge, shrink, until the time is over
 seeds.toml    situations that once told a fault; they are tried first (seeds.py)

@@ -12,9 +12,11 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from spec_tests.programs.calls import Program
 from spec_tests.programs.faults import FAULTS, RIGHT, Fault, Reader, Share
+from spec_tests.programs.machine import Machine
 from spec_tests.programs.scene import Scene
 from spec_tests.programs.units import parameters_of_units
 from spec_tests.rig.judge.oracle import Gradients, Named
@@ -28,7 +30,7 @@ LARGE = 1e30
 
 
 @dataclass
-class Alone:
+class Alone(Machine):
     """What one rank should see.
 
     Args:
@@ -51,6 +53,7 @@ class Alone:
         self.toy = TOYS[self.scene["toy"][0]]
         self.module = self._begun()
         self.named = list(self.module.named_parameters())
+        self.held = [p for _, p in self.named]
         for number in self.scene["trained"] if self.fault.heeds_frozen else ():
             self.named[number][1].requires_grad_(False)
         self.buffers = {rank: first_buffer(rank) for rank in self.peers}
@@ -87,15 +90,6 @@ class Alone:
         _, shards = shape_of(self.scene, self.size)
         first = self.rank - self.rank % shards
         return tuple(range(first, first + shards))
-
-    def follow(self, program: Program) -> list[tuple[str, Gradients]]:
-        """Return what each call shows."""
-        seen: list[tuple[str, Gradients]] = []
-        for name, *words in program:
-            found = getattr(self, name)(*words)
-            if found is not None:
-                seen.append((" ".join((name, *words)), found))
-        return seen
 
     # --- the model
 
@@ -176,8 +170,10 @@ class Alone:
         sizes = (self.size, len(self.group))
         reader = Reader(self.rank, self.peers, self.replica, self._micros(), *sizes)
         total: Gradients = {name: None for name, _ in self.named}
+        fault = fault or self.fault
         for share in self.shares:
-            factor = (fault or self.fault).factor(share, reader)
+            is_gone = share.was_cleared and fault.clears(share)
+            factor = 0.0 if is_gone else fault.factor(share, reader)
             for name, gradient in share.gradient.items() if factor else ():
                 if gradient is not None:
                     before = total[name]
@@ -188,18 +184,15 @@ class Alone:
 
     # --- the calls
 
-    def backward(self, micro: str) -> Gradients:
-        self._add(self._losses(micro))
+    def backward(self, *micros: str) -> Gradients:
+        self._add(self._losses(*micros))
         return self.gradients()
 
-    def both(self, one: str, other: str) -> Gradients:
-        self._add(self._losses(one, other))
-        return self.gradients()
+    both = backward
 
     def several(self, one: str, other: str) -> Gradients:
-        self._add(self._losses(one))
-        self._add(self._losses(other))
-        return self.gradients()
+        self.backward(one)
+        return self.backward(other)
 
     def twice(self, micro: str) -> Gradients:
         losses = self._losses(micro)
@@ -208,7 +201,7 @@ class Alone:
         return self.gradients()
 
     def begun(self, micro: str) -> None:
-        self._add(self._losses(micro))
+        self.backward(micro)
 
     def local(self) -> Gradients:
         return self.gradients(FAULTS["local"] if self.fault.heeds_no_sync else None)
@@ -308,13 +301,9 @@ class Alone:
         """Return the full weights."""
         return {name: p.detach().clone() for name, p in self.named}
 
-    def freeze(self, number: str) -> None:
+    def freeze(self, number: str, requires_grad: bool = False) -> None:
         if self.fault.notices(int(number)):
-            self.named[int(number)][1].requires_grad_(False)
-
-    def thaw(self, number: str) -> None:
-        if self.fault.notices(int(number)):
-            self.named[int(number)][1].requires_grad_(True)
+            super().freeze(number, requires_grad)
 
     def save(self) -> None:
         self.saved = self.full(), dict(self.buffers)
@@ -334,10 +323,7 @@ class Alone:
             return None
         return {name: p.detach().clone() for name, p in self._gathered().items()}
 
-    def nothing(self, *words: str) -> None:
-        """Show nothing, and change nothing."""
-
-    fails = keep = reshard = wait = leave = another_steps = another_lives = nothing
+    fails = keep = reshard = wait = leave = Machine.nothing
 
 
 def first_buffer(rank: int) -> float:
@@ -373,25 +359,15 @@ def exposed(
 ) -> frozenset[str]:
     """Return the faults that a situation tells from what is right. No ranks are needed."""
 
-    def world(fault: Fault) -> list[list[tuple[str, Gradients]]]:
+    def world(fault: Fault) -> Any:
         ranks = [Alone(scene, size, rank, fault, is_replicated) for rank in range(size)]
-        return [rank.follow(program) for rank in ranks]
+        return tree_leaves([rank.follow(program) for rank in ranks])
 
-    right, found = world(RIGHT), set()
-    for name, fault in FAULTS.items():
-        wrong = world(fault)
-        calls = (
-            (a[1], b[1])
-            for x, y in zip(right, wrong, strict=True)
-            for a, b in zip(x, y, strict=True)
-        )
-        if any(_differ(one, other) for one, other in calls):
-            found.add(name)
-    return frozenset(found)
+    def same(one: Any, other: Any) -> bool:
+        are_tensors = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
+        return torch.equal(one, other) if are_tensors else one is other or one == other
 
-
-def _differ(one: Gradients, other: Gradients) -> bool:
-    def same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
-        return a is b or (a is not None and b is not None and torch.equal(a, b))
-
-    return any(not same(value, other[name]) for name, value in one.items())
+    right = world(RIGHT)
+    return frozenset(
+        name for name, fault in FAULTS.items() if not all(map(same, right, world(fault)))
+    )

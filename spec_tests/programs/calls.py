@@ -28,11 +28,46 @@ from spec_tests.programs.scene import (
     Scene,
     num_parameters,
 )
-from spec_tests.programs.state import State
 from spec_tests.programs.words import BEFORE_A_FINISH, EVERY, SAVED, WORDS
 
 Call = tuple[str, ...]
 Program = tuple[Call, ...]
+
+
+@dataclass(frozen=True)
+class State:
+    """What a trainer knows between two calls.
+
+    Attributes:
+        shares: micro-batches in the gradients; the arithmetic of a toy is exact for so many.
+        is_open: gradients of single ranks wait for their reduction.
+        is_begun: a reduced backward is not finished yet.
+        waits: a loss exists whose backward is still to come.
+        is_left: another backward raised while it waited.
+        is_broken: a backward was interrupted, and nothing was cleared since.
+        is_reduced: gradients were reduced since they were cleared.
+        is_saved: there has been a save.
+        is_zeroed: gradients were cleared to zero, and not to None, since the last step.
+        frozen: numbers of the parameters that are frozen now.
+        has_grown: the optimizer was given a further group.
+        is_unsharded: the parameters are full ones, by hand: the model's `zero_grad` sees no shard.
+        may_refuse: a call was made that may be refused, or an exception was caught: from then on an
+            error is right as well.
+    """
+
+    shares: int = 0
+    is_open: bool = False
+    is_begun: bool = False
+    waits: bool = False
+    is_left: bool = False
+    is_broken: bool = False
+    is_reduced: bool = False
+    is_saved: bool = False
+    is_zeroed: bool = False
+    frozen: frozenset[int] = frozenset()
+    has_grown: bool = False
+    is_unsharded: bool = False
+    may_refuse: bool = False
 
 
 When = Callable[[State], bool]
@@ -104,93 +139,49 @@ def _cleared(s: State) -> State:
     return replace(s, shares=0, is_open=False, is_reduced=False, is_broken=False)
 
 
-_CHANGES_WHAT_TRAINS = Verb(
-    "number",
-    _rests,
+_TWO = "micro micro"
+_WAITS = _adds(1, is_open=True)
+_RESTS = partial(Verb, when=_rests)
+_BACKWARD = partial(Verb, takes="micro", when=_is_whole, ends="backward", records=True)
+_FORWARD = partial(Verb, takes="micro", reduces=0, ends="forward")
+_OF_TRAINERS = partial(Verb, of=TRAINERS, level="production")
+_UPDATES = partial(_RESTS, then=lambda s: replace(_cleared(s), is_zeroed=False), sends=False)
+_CHANGES_WHAT_TRAINS = _RESTS(
+    takes="number",
     of=SHARDS + WHOLE + OPTIMIZER + TRAINERS,
     refusable=WHOLE + TRAINERS,
     later=WHOLE + TRAINERS,
     sends=False,
 )
-_OF_TRAINERS = partial(Verb, of=TRAINERS, level="production")
 
 VERBS: dict[str, Verb] = {
-    "backward": Verb(
-        "micro", _is_whole, _adds(1), often=4, reduces=1, ends="backward", records=True
+    "backward": _BACKWARD(then=_adds(1), often=4, reduces=1),
+    "both": _BACKWARD(takes=_TWO, then=_adds(2), reduces=2),
+    "twice": _BACKWARD(then=_adds(2), refusable=MODELS, reduces=2),
+    "several": _BACKWARD(
+        takes=_TWO, then=_adds(2), of=REPLICAS + WHOLE, refusable=REPLICAS + WHOLE, reduces=2
     ),
-    "both": Verb("micro micro", _is_whole, _adds(2), reduces=2, ends="backward", records=True),
-    "twice": Verb(
-        "micro",
-        _is_whole,
-        _adds(2),
-        refusable=REPLICAS + SHARDS + WHOLE,
-        reduces=2,
-        ends="backward",
-        records=True,
+    "begun": _BACKWARD(then=_adds(1, is_begun=True), of=REPLICAS, often=0, reduces=1),
+    "accumulate": _BACKWARD(then=_WAITS, of=REPLICAS + SHARDS, often=2, reduces=0),
+    "locally": _BACKWARD(
+        then=_WAITS, of=WHOLE, level="production", refusable=WHOLE, reduces=0, records=False
     ),
-    "several": Verb(
-        "micro micro",
-        _is_whole,
-        _adds(2),
-        of=REPLICAS + WHOLE,
-        refusable=REPLICAS + WHOLE,
-        reduces=2,
-        records=True,
-    ),
-    "begun": Verb(
-        "micro", _is_whole, _adds(1, is_begun=True), of=REPLICAS, often=0, reduces=1, records=True
-    ),
-    "accumulate": Verb(
-        "micro",
-        _is_whole,
-        _adds(1, is_open=True),
-        of=REPLICAS + SHARDS,
-        often=2,
-        reduces=0,
-        ends="backward",
-        records=True,
-    ),
-    "locally": Verb(
-        "micro",
-        _is_whole,
-        _adds(1, is_open=True),
-        of=WHOLE,
-        level="production",
-        refusable=WHOLE,
-        reduces=0,
-    ),
-    "nested": Verb(
-        "micro micro",
-        _is_whole,
-        _adds(2, is_open=True),
+    "nested": _BACKWARD(
+        takes=_TWO,
+        then=_adds(2, is_open=True),
         of=REPLICAS + WHOLE,
         refusable=WHOLE,
         later=WHOLE,
         reduces=0,
-        records=True,
     ),
+    # After an exception the contract speaks of the next step alone.
     "local": Verb(
-        "",
-        # After an exception the contract speaks of the next step alone.
-        lambda s: s.is_open and not (s.is_reduced or s.may_refuse),
-        of=REPLICAS,
-        sends=False,
+        when=lambda s: s.is_open and not (s.is_reduced or s.may_refuse), of=REPLICAS, sends=False
     ),
-    "early": Verb(
-        "micro", _is_whole, _adds(1, is_open=True), of=SHARDS, level="production", ends="open"
-    ),
-    "aside": Verb("micro", of=REPLICAS, reduces=0, ends="forward"),
-    "leave": Verb("", _rests, of=REPLICAS + WHOLE, level="production", refusable=WHOLE),
-    "partly": Verb(
-        "micro",
-        _is_whole,
-        _adds(1, is_open=True),
-        of=SHARDS,
-        level="production",
-        reduces=1,
-        ends="backward",
-        records=True,
-    ),
+    "early": _BACKWARD(then=_WAITS, of=SHARDS, level="production", ends="open", records=False),
+    "aside": _FORWARD(of=REPLICAS),
+    "leave": _RESTS(of=REPLICAS + WHOLE, level="production", refusable=WHOLE),
+    "partly": _BACKWARD(then=_WAITS, of=SHARDS, level="production", reduces=1),
     "directly": Verb(
         "micro",
         lambda s: _rests(s) and s.is_reduced,
@@ -200,28 +191,20 @@ VERBS: dict[str, Verb] = {
         sends=False,
         records=True,
     ),
-    "outermost_waits": Verb(
-        "micro", _is_whole, _adds(1, is_open=True), of=SHARDS, level="production", ends="backward"
-    ),
-    "forward": Verb(
-        "micro",
-        lambda s: _is_whole(s) and not s.waits,
-        _becomes(waits=True, is_left=False),
-        reduces=0,
-        ends="forward",
+    "outermost_waits": _BACKWARD(then=_WAITS, of=SHARDS, level="production", records=False),
+    "forward": _FORWARD(
+        when=lambda s: _is_whole(s) and not s.waits, then=_becomes(waits=True, is_left=False)
     ),
     "pending": Verb(
-        "",
-        lambda s: s.waits and _is_whole(s),
-        _adds(1, waits=False),
+        when=lambda s: s.waits and _is_whole(s),
+        then=_adds(1, waits=False),
         often=4,
         reduces=1,
         ends="backward",
     ),
     "resumed": Verb(
-        "",
-        lambda s: s.is_left and _is_whole(s),
-        _adds(1, is_left=False),
+        when=lambda s: s.is_left and _is_whole(s),
+        then=_adds(1, is_left=False),
         of=SHARDS,
         level="production",
         often=4,
@@ -230,13 +213,12 @@ VERBS: dict[str, Verb] = {
     ),
     # After an exception it ends a backward, or nothing is promised.
     "finish": Verb(
-        "",
-        lambda s: _rests(s) and (s.is_reduced or not s.may_refuse),
-        _becomes(is_begun=False),
+        when=lambda s: _rests(s) and (s.is_reduced or not s.may_refuse),
+        then=_becomes(is_begun=False),
         of=REPLICAS + WHOLE,
     ),
-    "step": Verb("", _rests, lambda s: replace(_cleared(s), is_zeroed=False), often=4, sends=False),
-    "step_one": Verb("which", _rests, lambda s: replace(_cleared(s), is_zeroed=False), sends=False),
+    "step": _UPDATES(often=4),
+    "step_one": _UPDATES(takes="which"),
     "zero_grad": Verb("how", then=_cleared, of=EVERY, sends=False),
     "clip": Verb("order", lambda s: _rests(s) and s.is_reduced, _cleared, of=REPLICAS + SHARDS),
     "train": Verb("micro", then=_cleared, of=TRAINERS, often=4),
@@ -244,38 +226,35 @@ VERBS: dict[str, Verb] = {
     "read": _OF_TRAINERS(),
     "late": _OF_TRAINERS("rank"),
     "fails_evaluating": _OF_TRAINERS("micro", then=_becomes(may_refuse=True)),
-    "evaluate": Verb("micro", of=MODELS + TRAINERS, reduces=0, ends="forward"),
-    "infer": Verb("micro", ends="forward"),
-    "evaluate_apart": Verb("micro", often=0, reduces=0, ends="forward"),
-    "record": Verb("micro", of=SHARDS + WHOLE, later=WHOLE, reduces=0, ends="forward"),
-    "fails": Verb(
-        "micro layer",
+    "evaluate": _FORWARD(of=MODELS + TRAINERS),
+    "infer": _FORWARD(reduces=None),
+    "evaluate_apart": _FORWARD(often=0),
+    "record": _FORWARD(of=SHARDS + WHOLE, later=WHOLE),
+    "fails": _FORWARD(
+        takes="micro layer",
         then=_becomes(may_refuse=True),
         of=MODELS + TRAINERS,
-        reduces=0,
         ends="open",
         records=True,
     ),
-    "fails_backward": Verb(
-        "micro layer",
-        _is_whole,
-        lambda s: replace(
+    "fails_backward": _BACKWARD(
+        takes="micro layer",
+        then=lambda s: replace(
             s, is_broken=True, may_refuse=True, waits=False, is_left=s.waits or s.is_left
         ),
         often=2,
         of=REPLICAS + SHARDS + TRAINERS,  # of a whole model nothing is promised then
         later=TRAINERS,
         ends="open",
-        records=True,
     ),
     "keep": Verb("flag", lambda s: not (s.waits or s.is_broken), of=SHARDS, sends=False),
-    "unshard": Verb("at_once", _rests, _becomes(is_unsharded=True), of=SHARDS, ends="open"),
-    "reshard": Verb("", _rests, _becomes(is_unsharded=False), of=SHARDS, sends=False),
-    "wait": Verb("", _rests, of=SHARDS, level="production", sends=False),
-    "write": Verb("where", _rests, of=EVERY, sends=False),
+    "unshard": _RESTS("at_once", then=_becomes(is_unsharded=True), of=SHARDS, ends="open"),
+    "reshard": _RESTS(then=_becomes(is_unsharded=False), of=SHARDS, sends=False),
+    "wait": _RESTS(of=SHARDS, level="production", sends=False),
+    "write": _RESTS("where", of=EVERY, sends=False),
     "freeze": _CHANGES_WHAT_TRAINS,
     "thaw": _CHANGES_WHAT_TRAINS,
-    "save": Verb("", _rests, _becomes(is_saved=True), of=SAVED),
+    "save": _RESTS(then=_becomes(is_saved=True), of=SAVED),
     "load": Verb("assigns", lambda s: _rests(s) and s.is_saved, _cleared, of=SAVED),
     "another_steps": Verb("rank", of=EVERY + TRAINERS),
     "another_lives": Verb(of=EVERY + TRAINERS),

@@ -20,6 +20,7 @@ from spec_tests.programs.calls import (
     VERBS,
     Call,
     Program,
+    State,
     after,
     next_state,
     parsed,
@@ -34,7 +35,6 @@ from spec_tests.programs.scene import (
     WHOLE,
     Scene,
 )
-from spec_tests.programs.state import State
 from spec_tests.programs.words import WORDS
 from spec_tests.rig import judge, strategies
 from spec_tests.rig.judge import Violation

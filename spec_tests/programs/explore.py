@@ -15,7 +15,7 @@ import random
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from spec_tests import impls
 from spec_tests.programs import declared, law, seeds
 from spec_tests.programs.draw import covering, programs
 from spec_tests.programs.scene import AXES_OF, Scene
+from spec_tests.programs.seeds import Seed
 from spec_tests.programs.shrink import cause_of, smallest
 from spec_tests.rig import judge, target
 from spec_tests.rig.judge import Situation, Violation
@@ -31,20 +32,12 @@ from spec_tests.rig.ranks.errors import NotOffered, RankDied, RankHung, RankRais
 from spec_tests.rig.ranks.world import Worlds
 from spec_tests.rig.ranks.zygote import start_zygote
 
-_HANGING_TRIES = 4
+FOUND = "found by explore"
+HANGING_TRIES = 16
 """Shrinking a hang costs some seconds for each try that hangs."""
 
 
 FAILURES: Any = (Violation, RankRaised, RankDied, RankHung)
-
-
-@dataclass(frozen=True)
-class Drawn:
-    """A situation, of which function, on how many ranks."""
-
-    subject: str
-    size: int
-    line: str
 
 
 @dataclass
@@ -62,62 +55,51 @@ class Exploration:
     level: str
     entries: Sequence[declared.Declared] = ()
     tried: int = 0
-    found: dict[str, str] = field(default_factory=dict)
-    """Causes, each with the line that shows it."""
+    causes: set[str] = field(default_factory=set)
 
-    def failure(self, drawn: Drawn) -> Exception | None:
+    def failure(self, drawn: Seed) -> Exception | None:
         """Return what a situation comes to; None if it holds, or is not offered."""
         self.tried += 1
         world = self.worlds.world(drawn.size, self.impl)
         try:
-            with judge.judging(Situation(clause=f"{drawn.subject}.programs.any-situation")):
-                law.same_as_alone(world, drawn.subject, drawn.line, looks=self.level == LEVELS[-1])
+            with judge.judging(Situation(clause=f"{drawn.judges}.programs.any-situation")):
+                law.same_as_alone(world, drawn.judges, drawn.line, looks=self.level == LEVELS[-1])
         except NotOffered:
             return None
         except FAILURES as failure:
             return failure
         return None
 
-    def shrink(self, drawn: Drawn, failure: Exception) -> tuple[Drawn, Exception]:
-        """Return the smallest situation found that fails as this one does, and how it fails."""
-        hangs = itertools.count()
+    def judge(self, drawn: Seed) -> str:
+        """Judge a situation; print a new finding, and return the smallest line that shows it."""
+        failure, hangs = self.failure(drawn), itertools.count()
+        if failure is None or cause_of(failure) in self.causes:
+            return ""
 
         def judged(line: str) -> Exception | None:
-            if isinstance(failure, RankHung) and next(hangs) > _HANGING_TRIES * 4:
+            if isinstance(failure, RankHung) and next(hangs) > HANGING_TRIES:
                 return None
-            return self.failure(Drawn(drawn.subject, drawn.size, line))
+            return self.failure(replace(drawn, line=line))
 
-        line, failure = smallest(
+        line, shown = smallest(
             drawn.line,
             failure,
             judged,
-            subject=drawn.subject,
+            subject=drawn.judges,
             size=drawn.size,
-            is_avoided=declared.avoided(self.entries, drawn.subject),
+            is_avoided=declared.avoided(self.entries, drawn.judges),
         )
-        return Drawn(drawn.subject, drawn.size, line), failure
-
-    def judge(self, drawn: Drawn) -> str:
-        """Judge a situation; return the report of a new finding, or nothing."""
-        failure = self.failure(drawn)
-        if failure is None or cause_of(failure) in self.found:
-            return ""
-        smaller, failure = self.shrink(drawn, failure)
-        self.found[cause_of(failure)] = smaller.line
-        return "\n".join(
-            (
-                f"{smaller.subject} on {smaller.size} ranks: {smaller.line}",
-                f"  in words: {law.in_words(smaller.line)}",
-                _indented(str(failure)),
-                f"  again: python -m spec_tests explore --impl {self.impl.name} --functions "
-                f"{smaller.subject} --worlds {smaller.size} --line '{smaller.line}'",
-                "",
-            )
+        self.causes.add(cause_of(shown))
+        print(
+            f"{drawn.judges} on {drawn.size} ranks: {line}",
+            f"  in words: {law.in_words(line)}",
+            *(f"  {each}" for each in str(shown).strip().splitlines()[1:13]),
+            f"  again: python -m spec_tests explore --impl {self.impl.name} --functions "
+            f"{drawn.judges} --worlds {drawn.size} --line '{line}'\n",
+            sep="\n",
+            flush=True,
         )
-
-
-def _indented(text: str, lines: int = 12) -> str:
-    return "\n".join(f"  {line}" for line in text.strip().splitlines()[1 : lines + 1])
+        return line
 
 
 def situations(
@@ -127,7 +109,7 @@ def situations(
     only: str,
     seed: int,
     entries: Sequence[declared.Declared],
-) -> Iterator[Drawn]:
+) -> Iterator[Seed]:
     """Yield situations without end: for each function and size rows of covering arrays.
 
     Args:
@@ -147,14 +129,14 @@ def situations(
             *zip(*([(s, n, row) for row in rows] for s, n, rows in arrays), strict=False)
         ):
             scene = _with(row, only)
-            if scene is not None and scene.exists(subject, size):
+            if scene.exists(subject, size):
                 program = programs(scene, subject, size, level, chance, avoid[subject])
                 line = law.written(scene, program)
                 if not avoid[subject](line):
-                    yield Drawn(subject, size, line)
+                    yield Seed(subject, line, FOUND, size)
 
 
-def _with(row: Scene, only: str) -> Scene | None:
+def _with(row: Scene, only: str) -> Scene:
     """Return the row with these words in the place of its own."""
     wanted = Scene.of(only)
     usual = Scene()
@@ -186,58 +168,46 @@ def main(argv: Sequence[str]) -> int:
             return 2
         exploration = Exploration(impl, worlds, arguments.level, entries)
         if arguments.line:
-            first = [Drawn(s, size, arguments.line) for s in subjects for size in sizes]
+            asked = [Seed(s, arguments.line, FOUND, size) for s in subjects for size in sizes]
             try:
-                for one in first:
-                    law.legal(one.line, one.subject, one.size)
+                for one in asked:
+                    law.legal(one.line, one.judges, one.size)
             except ValueError as error:
                 print(f"explore: {error}", file=sys.stderr)
                 return 2
-            drawn: Iterator[Drawn] = iter(first)
+            drawn: Iterator[Seed] = iter(asked)
         else:
-            known = [Drawn(e.judges, e.size, e.line) for e in listed if e.judges in subjects]
+            known = [seed for seed in listed if seed.judges in subjects]
             more = situations(
                 subjects, sizes, arguments.level, arguments.only, arguments.seed, entries
             )
             drawn = itertools.chain(known, more)
-        seconds = arguments.minutes * 60
-        _run(exploration, drawn, seconds, arguments.seeds, one=arguments.first)
+        _run(exploration, drawn, arguments)
     except RigError as error:
         print(f"explore: {error}", file=sys.stderr)
         return 2
     finally:
         worlds.close()
-    return 1 if exploration.found else 0
+    return 1 if exploration.causes else 0
 
 
-def _run(
-    exploration: Exploration,
-    drawn: Iterator[Drawn],
-    seconds: float,
-    file: Path | None,
-    *,
-    one: bool,
-) -> None:
+def _run(exploration: Exploration, drawn: Iterator[Seed], arguments: argparse.Namespace) -> None:
     begun = time.monotonic()
     for each in drawn:
         spent = time.monotonic() - begun
-        if spent > seconds:
+        if spent > arguments.minutes * 60:
             break
         if sys.stderr.isatty():
-            counts = f"{exploration.tried} situations, {len(exploration.found)} findings"
+            counts = f"{exploration.tried} situations, {len(exploration.causes)} findings"
             print(f"{counts}, {spent:.0f} s ", end="\r", file=sys.stderr)
-        before = len(exploration.found)
-        report = exploration.judge(each)
-        if report:
-            print(report, flush=True)
-        if file is not None and len(exploration.found) > before:
-            line = [*exploration.found.values()][-1]
-            seeds.append(file, seeds.Seed(each.subject, line, "found by explore", each.size))
-        if report and one:
+        found = exploration.judge(each)
+        if found and arguments.seeds:
+            seeds.append(arguments.seeds, Seed(each.judges, found, FOUND, each.size))
+        if found and arguments.first:
             break
     print(
         f"{exploration.tried} situations in {time.monotonic() - begun:.0f} s: "
-        f"{len(exploration.found)} findings"
+        f"{len(exploration.causes)} findings"
     )
 
 

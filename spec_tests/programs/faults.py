@@ -52,22 +52,14 @@ class Reader:
 Factor = Callable[[Share, Reader], float]
 
 
-def _all(share: Share, reader: Reader) -> float:
-    return float(not share.was_cleared)
-
-
-def _of_live(factor: Factor) -> Factor:
-    """Give shares that were cleared the factor zero."""
-    return lambda share, reader: 0.0 if share.was_cleared else factor(share, reader)
-
-
 @dataclass(frozen=True)
 class Fault:
     """A wrong world.
 
     Attributes:
         means: what it usually comes from, for `likely:`.
-        factor: the factor of a share, for a reader; right is one, and zero after `zero_grad`.
+        factor: the factor of a share that counts, for a reader; right is one.
+        clears: whether a share that was cleared counts no more.
         is_stale: whether parameter number n, of the outermost unit or not, computes with its values
             of before the last update.
         updates: whether a step updates parameter number n.
@@ -81,7 +73,8 @@ class Fault:
     """
 
     means: str
-    factor: Factor = _all
+    factor: Factor = lambda share, reader: 1.0
+    clears: Callable[[Share], bool] = lambda share: True
     is_stale: Callable[[int, bool], bool] = lambda number, is_outermost: False
     updates: Callable[[int], bool] = lambda number: True
     notices: Callable[[int], bool] = lambda number: True
@@ -94,56 +87,54 @@ class Fault:
 
 RIGHT = Fault("")
 FAULTS: dict[str, Fault] = {
-    "summed": Fault("summed over ranks and not averaged", _of_live(lambda s, r: r.size)),
+    "summed": Fault("summed over ranks and not averaged", lambda s, r: r.size),
     "local": Fault(
         "the rank's own local gradient: it was never reduced",
-        _of_live(lambda s, r: r.size * (s.rank == r.rank)),
+        lambda s, r: r.size * (s.rank == r.rank),
     ),
-    "divided-twice": Fault(
-        "divided by the number of ranks twice", _of_live(lambda s, r: 1 / r.size)
-    ),
+    "divided-twice": Fault("divided by the number of ranks twice", lambda s, r: 1 / r.size),
     "divided-by-world": Fault(
         "divided by the size of the world in place of the group",
-        _of_live(lambda s, r: r.group / r.world),
+        lambda s, r: r.group / r.world,
     ),
     "over-world": Fault(
         "the mean over every rank of the world: the group was left aside",
-        _of_live(lambda s, r: r.group / r.size),
+        lambda s, r: r.group / r.size,
         heeds_groups=False,
     ),
     "mean-and-local": Fault(
         "the mean was added to the rank's own gradient, which it should replace",
-        _of_live(lambda s, r: 1 + r.size * (s.rank == r.rank)),
+        lambda s, r: 1 + r.size * (s.rank == r.rank),
     ),
     "divided-by-micro-batches": Fault(
-        "divided by the number of micro-batches", _of_live(lambda s, r: 1 / max(1, r.micros))
+        "divided by the number of micro-batches", lambda s, r: 1 / max(1, r.micros)
     ),
     "last-alone": Fault(
         "the last micro-batch alone: the earlier ones were lost",
-        _of_live(lambda s, r: s.micro == r.micros - 1),
+        lambda s, r: s.micro == r.micros - 1,
     ),
     "all-but-the-last": Fault(
-        "the last micro-batch is missing", _of_live(lambda s, r: s.micro < r.micros - 1)
+        "the last micro-batch is missing", lambda s, r: s.micro < r.micros - 1
     ),
     "unreduced-lost": Fault(
         "micro-batches that waited for their reduction were lost",
-        _of_live(lambda s, r: not s.was_local),
+        lambda s, r: not s.was_local,
     ),
     "local-stays": Fault(
         "the last micro-batch was reduced, the earlier ones stayed local",
-        _of_live(lambda s, r: r.size * (s.rank == r.rank) if s.was_local else 1),
+        lambda s, r: r.size * (s.rank == r.rank) if s.was_local else 1,
     ),
     "reduced-again": Fault(
         "earlier micro-batches were reduced again with the last one",
-        _of_live(lambda s, r: 1 if s.micro == r.micros - 1 else r.size),
+        lambda s, r: 1 if s.micro == r.micros - 1 else r.size,
     ),
     "last-stays": Fault(
         "one was reduced, and one stayed local",
-        _of_live(lambda s, r: 1 if s.micro < r.micros - 1 else r.size * (s.rank == r.rank)),
+        lambda s, r: 1 if s.micro < r.micros - 1 else r.size * (s.rank == r.rank),
     ),
     "last-divided-twice": Fault(
         "the last micro-batch was divided by the number of ranks twice",
-        _of_live(lambda s, r: 1 if s.micro < r.micros - 1 else 1 / r.size),
+        lambda s, r: 1 if s.micro < r.micros - 1 else 1 / r.size,
     ),
     "reduced-in-no-sync": Fault(
         "no_sync is ignored, or read too late: the reduction was already armed in forward",
@@ -166,14 +157,14 @@ FAULTS: dict[str, Fault] = {
     ),
     "one-replica": Fault(
         "averaged over the ranks that share one copy of the weights, and not over the copies",
-        _of_live(lambda s, r: r.size / len(r.replica) * (s.rank in r.replica)),
+        lambda s, r: r.size / len(r.replica) * (s.rank in r.replica),
     ),
     "never-cleared": Fault(
-        "what was cleared is still in it: a hidden accumulator", lambda s, r: 1.0
+        "what was cleared is still in it: a hidden accumulator", clears=lambda share: False
     ),
     "unreduced-never-cleared": Fault(
         "what waited for its reduction when it was cleared is still in it: a hidden accumulator",
-        lambda s, r: float(s.was_local or not s.was_cleared),
+        clears=lambda share: not share.was_local,
     ),
     "stale": Fault(
         "computed with the weights before the last update",

@@ -17,14 +17,13 @@ from typing import Any
 import pytest
 import torch
 
-from spec_tests.programs import look, sent, shown, trained
+from spec_tests.programs import look, sent, trained
 from spec_tests.programs.alone import SEED, Alone
-from spec_tests.programs.calls import VERBS, Program, after, parsed, spelled
+from spec_tests.programs.calls import VERBS, Program, State, after, parsed, spelled
 from spec_tests.programs.faults import FAULTS, RIGHT
 from spec_tests.programs.laws import refusal
 from spec_tests.programs.pieces import put_together
 from spec_tests.programs.scene import AXIS_OF, OPTIMIZER, REPLICAS, SHARDS, TRAINERS, Scene
-from spec_tests.programs.state import State
 from spec_tests.programs.stepped import ADDED, Divided, Stepped
 from spec_tests.programs.ways import WAYS
 from spec_tests.programs.words import MEANS
@@ -191,7 +190,7 @@ def _judge_looks(
     if "sent" in looks:
         sent.judge_calls([rank["sent"] for rank in ranks], subject, scene, program)
         if subject in SHARDS:
-            shown.judge_calls([rank["sent"] for rank in ranks], scene, program)
+            sent.judge_shown([rank["sent"] for rank in ranks], scene, program)
     if "afterwards" in looks:
         steps = [rank["afterwards"] for rank in ranks]
         look.judge_afterwards(steps, scene["toy"][0], situation)

@@ -19,7 +19,6 @@ from spec_tests.programs.calls import Program
 from spec_tests.programs.on_ranks import OnRank
 from spec_tests.programs.pieces import Seen
 from spec_tests.programs.scene import Scene
-from spec_tests.programs.shown import held_bytes
 from spec_tests.rig import judge
 from spec_tests.rig.judge.oracle import parameters
 from spec_tests.rig.toys import TOYS
@@ -40,7 +39,7 @@ def warmed_step(rank: OnRank, seen: Seen = ()) -> dict[str, Any]:
     """
     rank.rest()
     ordinary_step(rank)
-    found = ordinary_step(rank) | {"bytes held": held_bytes(seen)}
+    found = ordinary_step(rank) | {"bytes held": sent.held_bytes(seen)}
     rank.rest()
     return found
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any
 
@@ -25,7 +24,7 @@ from spec_tests.programs.alone import (
     next_buffer,
     one_of,
 )
-from spec_tests.programs.calls import Program
+from spec_tests.programs.machine import Machine
 from spec_tests.programs.outputs import OUTPUTS
 from spec_tests.programs.pieces import Piece, exact
 from spec_tests.programs.planted import PlantedError, failing
@@ -34,11 +33,8 @@ from spec_tests.rig.judge.oracle import Gradients, Named
 from spec_tests.rig.ranks.rank import Context
 from spec_tests.rig.toys import TOYS, sum_of_squares
 
-Watching = Callable[[str], AbstractContextManager[Any]]
-"""What surrounds a call, whose name it is given."""
 
-
-class OnRank:
+class OnRank(Machine):
     """One rank's toy in a scene, and what a program does to it.
 
     The loss of each micro-batch is the number of ranks times `sum_of_squares`, so that the mean
@@ -198,20 +194,6 @@ class OnRank:
         return self.full()
 
     # --- the calls
-
-    def follow(
-        self,
-        program: Program,
-        watching: Watching = contextlib.nullcontext,
-    ) -> list[tuple[str, Any]]:
-        """Return what each call shows; each is watched from its beginning to its end."""
-        seen = []
-        for name, *words in program:
-            with watching(name):
-                found = getattr(self, name)(*words)
-            if found is not None:
-                seen.append((" ".join((name, *words)), found))
-        return seen
 
     def output(self, micro: str) -> torch.Tensor:
         """Return the model's output for a micro-batch."""
@@ -377,12 +359,6 @@ class OnRank:
             optimizer.zero_grad()
         return self.full()
 
-    def freeze(self, number: str) -> None:
-        self.held[int(number)].requires_grad_(False)
-
-    def thaw(self, number: str) -> None:
-        self.held[int(number)].requires_grad_(True)
-
     def rest(self) -> None:
         """Bring settings and buffers back to those of the scene, and gradients to None."""
         self.losses = self.saved = None
@@ -393,13 +369,6 @@ class OnRank:
         for number, parameter in enumerate(self.held):
             if parameter.requires_grad is (number in frozen):
                 parameter.requires_grad_(number not in frozen)
-
-    def another_steps(self, rank: str) -> None:
-        """A model of its own is trained by one rank alone."""
-        if self.ctx.rank == int(rank):
-            probe = nn.Linear(2, 2)
-            probe(torch.ones(1, 2)).sum().backward()
-            torch.optim.SGD(probe.parameters(), lr=0.5).step()
 
     def another_lives(self) -> None:
         """Another model is wrapped, trained for a step and dropped."""

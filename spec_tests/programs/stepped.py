@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from spec_tests.programs.alone import SEED, one_of
-from spec_tests.programs.calls import Program
+from spec_tests.programs.machine import Machine
 from spec_tests.programs.planted import PlantedError
 from spec_tests.programs.scene import Scene
 from spec_tests.rig.judge.oracle import Named
@@ -26,14 +26,14 @@ ADDED = 2.0
 """The weights of a group that is added."""
 
 
-class Stepped:
+class Stepped(Machine):
     """A toy's parameters with an optimizer over them; here the plain one, which is the oracle."""
 
     def __init__(self, scene: Scene) -> None:
         self.scene = scene
         module = TOYS[scene["toy"][0]].build(SEED).to(scene.weights)
         self.parameters = dict(module.named_parameters())
-        held = list(self.parameters.values())
+        held = self.held = list(self.parameters.values())
         for number in scene["trained"]:
             held[number].requires_grad_(False)
         kind, options = scene["moments"]
@@ -50,15 +50,6 @@ class Stepped:
         """Return the state dict of the unsharded optimizer."""
         return self.optimizer.state_dict()  # type: ignore[no-any-return]  # of a plain one
 
-    def follow(self, program: Program) -> list[tuple[str, Named]]:
-        """Return the weights after each call that may change them."""
-        seen = []
-        for name, *words in program:
-            getattr(self, name)(*words)
-            if name in ("update", "closure", "load", "write"):
-                seen.append((" ".join((name, *words)), self.weights()))
-        return seen
-
     def weights(self) -> Named:
         """Return the weights."""
         return {name: p.detach().clone() for name, p in self.parameters.items()}
@@ -72,10 +63,11 @@ class Stepped:
                 values = integers(parameter, 3, generator)
                 parameter.grad = torch.empty_like(parameter, requires_grad=False).copy_(values)
 
-    def update(self) -> None:
+    def update(self) -> Named:
         self.optimizer.step()
+        return self.weights()
 
-    def closure(self, micro: str, does: str) -> None:
+    def closure(self, micro: str, does: str) -> Named:
         def closure() -> torch.Tensor:
             if does == "raises":
                 raise PlantedError
@@ -86,6 +78,7 @@ class Stepped:
 
         with contextlib.suppress(PlantedError):
             self.optimizer.step(closure)
+        return self.weights()
 
     def rate(self, factor: str) -> None:
         first: dict[str, Any] = next(iter(self.optimizer.param_groups), {})
@@ -108,36 +101,26 @@ class Stepped:
         self.optimizer.zero_grad(**({} if how == "none" else {"set_to_none": False}))
 
     @torch.no_grad()
-    def write(self, where: str) -> None:
+    def write(self, where: str) -> Named:
         for number, parameter in enumerate(self.parameters.values()):
             if where == "elsewhere":
                 parameter.data = -parameter
             elif where == "parameters" or number == one_of(list(self.parameters)):
                 parameter.neg_()
-
-    def freeze(self, number: str) -> None:
-        list(self.parameters.values())[int(number)].requires_grad_(False)
-
-    def thaw(self, number: str) -> None:
-        list(self.parameters.values())[int(number)].requires_grad_(True)
+        return self.weights()
 
     def save(self) -> None:
         tensors = tree_map_only(torch.Tensor, lambda t: t.detach().clone(), self.state())
         self.saved = (self.weights(), tensors)
 
     @torch.no_grad()
-    def load(self, how: str) -> None:
+    def load(self, how: str) -> Named:
         weights, state = self.saved
         for name, value in weights.items():
             self.parameters[name].copy_(value)
         if len(state["param_groups"]) == len(self.optimizer.param_groups):  # none was added since
             self.optimizer.load_state_dict(state)
-
-    def another_steps(self, rank: str) -> None:
-        """Of the oracle nothing is seen."""
-
-    def another_lives(self) -> None:
-        """Of the oracle nothing is seen."""
+        return self.weights()
 
 
 class Divided(Stepped):
@@ -155,13 +138,6 @@ class Divided(Stepped):
 
     def state(self) -> dict[str, Any]:
         return self.ctx.impl.full_optimizer_state(self.optimizer)
-
-    def another_steps(self, rank: str) -> None:
-        """A model of its own is trained by one rank alone."""
-        if self.ctx.rank == int(rank):
-            probe = nn.Linear(2, 2)
-            probe(torch.ones(1, 2)).sum().backward()
-            torch.optim.SGD(probe.parameters(), lr=0.5).step()
 
     def another_lives(self) -> None:
         """Another model gets a sharded optimizer, is trained for a step and dropped."""

@@ -19,6 +19,7 @@ from torch import nn
 
 from spec_tests.programs.alone import flags_of
 from spec_tests.programs.calls import Program
+from spec_tests.programs.machine import Machine
 from spec_tests.programs.one_trainer import (
     FAULTS,
     SAMPLES,
@@ -44,7 +45,7 @@ _PREFIX = re.compile(r"^((module|_orig_mod)\.)+")  # of DistributedDataParallel,
 Shown = list[tuple[str, Named]]
 
 
-class Run:
+class Run(Machine):
     """A trainer and the calls of a program, here the oracle's.
 
     Args:
@@ -62,15 +63,6 @@ class Run:
     ) -> None:
         self.trainer, self.scene, self.module = trainer, scene, module
         self.ranks, self.rank, self.saves = ranks, rank, 0
-
-    def follow(self, program: Program) -> Shown:
-        """Return the weights after each call that may change them, and losses."""
-        seen = []
-        for name, *words in program:
-            found = getattr(self, name)(*words)
-            if found is not None:
-                seen.append((" ".join((name, *words)), found))
-        return seen
 
     def batch(self, rank: int, step: int, micro: int = 0) -> dict[str, Any]:
         """Return inputs that belong to one rank, step and micro-batch and to no other."""
@@ -129,9 +121,6 @@ class Run:
             raise NotImplementedError("the module's parameters have other names: nothing to thaw")
         held[names[int(number)]].requires_grad_(requires_grad)
 
-    def thaw(self, number: str) -> None:
-        self.freeze(number, True)
-
     def save(self) -> None:
         self.saves += 1
         self.method("save")(f"{self.folder}/{self.saves}")
@@ -149,10 +138,7 @@ class Run:
 
     fails_backward = fails_evaluating = fails
 
-    def nothing(self, *words: Any) -> None:
-        """Of the oracle nothing is seen."""
-
-    late = another_steps = another_lives = nothing
+    late = Machine.nothing
 
 
 class OnRank(Run):
@@ -234,13 +220,6 @@ class OnRank(Run):
         """This rank comes late to the next call."""
         if self.rank == int(rank):
             self.ctx.be_late(0.05)
-
-    def another_steps(self, rank: str) -> None:
-        """A model of its own is trained by one rank alone."""
-        if self.rank == int(rank):
-            probe = nn.Linear(2, 2)
-            probe(torch.ones(1, 2)).sum().backward()
-            torch.optim.SGD(probe.parameters(), lr=0.5).step()
 
     def another_lives(self, *words: str) -> None:
         """Another trainer is built, takes a step and is dropped."""

@@ -121,7 +121,7 @@ def _first_pass(batches: Stream, length: int, spare: int) -> Stream:
 
 
 @st.composite
-def layouts(draw: Any, max_world_size: int = 4) -> Layout:
+def layouts(draw: Any) -> Layout:
     """Shard lengths around every edge (0, 1, T, T + 1, whole sequences), small T, B and W."""
     length = draw(st.integers(1, 6))
     edges = [0, 1, length, length + 1, 3 * length, 3 * length + 1]
@@ -130,6 +130,4 @@ def layouts(draw: Any, max_world_size: int = 4) -> Layout:
     )
     # One shard that always holds something, anywhere among the others.
     lengths.insert(draw(st.integers(0, len(lengths))), draw(st.integers(8 * length, 90)))
-    return Layout(
-        tuple(lengths), length, draw(st.integers(1, 3)), draw(st.integers(1, max_world_size))
-    )
+    return Layout(tuple(lengths), length, draw(st.integers(1, 3)), draw(st.integers(1, 4)))

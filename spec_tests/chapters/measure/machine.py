@@ -1,4 +1,4 @@
-"""A machine whose time and memory are numbers: what a step takes there is known exactly.
+"""A machine whose time is a number: what a step takes there is known exactly.
 
 Times are dyadic fractions of a second, so that differences of readings are exact, and a report can
 be held against the answer without a tolerance for anything but one division.
@@ -6,8 +6,7 @@ be held against the answer without a tolerance for anything but one division.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -95,106 +94,3 @@ DURATIONS: dict[str, Callable[[int], float]] = {
     # Something that leaks.
     "never-steady": lambda index: 1.125**index,
 }
-
-
-class Memory:
-    """An allocator of `capacity` bytes: models hold some while they live, steps take more."""
-
-    def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
-        self.live = 0
-        self._peak = 0
-
-    def allocate(self, size: int) -> None:
-        """Raise torch.OutOfMemoryError where it does not fit."""
-        if self.live + size > self.capacity:
-            raise torch.OutOfMemoryError(
-                f"out of memory: {self.live} in use, tried {size}, of {self.capacity}"
-            )
-        self.live += size
-        self._peak = max(self._peak, self.live)
-
-    def free(self, size: int) -> None:
-        """Give back."""
-        self.live -= size
-
-    def take(self, size: int) -> None:
-        """Hold so much for a moment."""
-        self.allocate(size)
-        self.free(size)
-
-    def reset_peak(self) -> None:
-        """The peak is what is in use now."""
-        self._peak = self.live
-
-    def peak_bytes(self) -> int:
-        """The most since then."""
-        return self._peak
-
-
-class Model:
-    """Something that holds `size` bytes for as long as anyone refers to it."""
-
-    def __init__(self, memory: Memory, size: int, *, is_cyclic: bool) -> None:
-        memory.allocate(size)
-        weakref.finalize(self, memory.free, size)
-        self.itself = self if is_cyclic else None
-
-
-MODEL_BYTES, SEQUENCE_BYTES, SEQUENCE_LENGTH = 1000, 10, 128
-
-
-class Bench(Machine):
-    """What `sweep_batch_sizes` is given: sizes that are known to fit, or not to.
-
-    A step of b sequences takes b / 64 seconds, and `SEQUENCE_BYTES` for each on top of the model,
-    which takes `building` more bytes for a moment when it is built.
-    """
-
-    def __init__(
-        self,
-        capacity: int = 10**9,
-        *,
-        is_cyclic: bool = False,
-        building: int = 0,
-        error: Exception | None = None,
-    ) -> None:
-        super().__init__(error=error)
-        self.memory = Memory(capacity)
-        self.live_at_build: list[int] = []
-        self._is_cyclic, self._building = is_cyclic, building
-
-    def build(self, batch_size: int) -> Callable[[], None]:
-        """A step that owns its model."""
-        self.live_at_build.append(self.memory.live)
-        self.calls, self.duration = 0, lambda index: batch_size / 64
-        model = Model(self.memory, MODEL_BYTES, is_cyclic=self._is_cyclic)
-        self.memory.take(self._building)
-
-        def step() -> None:
-            assert model is not None
-            self.memory.take(SEQUENCE_BYTES * batch_size)
-            self.step()
-
-        return step
-
-    def sweep(self, ctx: Any, batch_sizes: Sequence[int]) -> list[dict[str, Any]]:
-        """The implementation's rows, as plain data."""
-        rows = ctx.impl.sweep_batch_sizes(
-            self.build,
-            batch_sizes=list(batch_sizes),
-            sequence_length=SEQUENCE_LENGTH,
-            clock=self.clock,
-            memory=self.memory,
-        )
-        return [{key: row[key] for key in expected_row(0)} for row in rows]
-
-
-def expected_row(batch_size: int, *, is_oom: bool = False) -> dict[str, Any]:
-    """What is right for a size that fits, or does not."""
-    return {
-        "batch_size": batch_size,
-        "is_oom": is_oom,
-        "tokens_per_s": None if is_oom else 64.0 * SEQUENCE_LENGTH,
-        "peak_bytes": None if is_oom else MODEL_BYTES + SEQUENCE_BYTES * batch_size,
-    }

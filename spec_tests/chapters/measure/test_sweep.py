@@ -8,29 +8,124 @@ did not fit. Memory here is the suite's, so every byte of every row is known.
 from __future__ import annotations
 
 import builtins
+import weakref
+from collections.abc import Callable
+from typing import Any
 
 import pytest
+import torch
 
-from spec_tests.chapters.measure.machine import (
-    MODEL_BYTES,
-    SEQUENCE_BYTES,
-    Bench,
-    expected_row,
-    numbers,
-)
+from spec_tests.chapters.measure.machine import Machine, numbers
 from spec_tests.programs.laws import refusal
 from spec_tests.rig import judge
 from spec_tests.rig.clause import clauses
 
 clause = clauses(judges=("sweep_batch_sizes",), level="correct", worlds=(1,))
+MODEL_BYTES, SEQUENCE_BYTES, SEQUENCE_LENGTH = 1000, 10, 128
 CAPACITY = 20 * MODEL_BYTES
 TOO_LARGE = CAPACITY // SEQUENCE_BYTES + 1
 
 
+class Memory:
+    """An allocator of `capacity` bytes: models hold some while they live, steps take more."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.live = 0
+        self._peak = 0
+
+    def allocate(self, size: int) -> None:
+        """Raise torch.OutOfMemoryError where it does not fit."""
+        if self.live + size > self.capacity:
+            raise torch.OutOfMemoryError(
+                f"out of memory: {self.live} in use, tried {size}, of {self.capacity}"
+            )
+        self.live += size
+        self._peak = max(self._peak, self.live)
+
+    def free(self, size: int) -> None:
+        """Give back."""
+        self.live -= size
+
+    def take(self, size: int) -> None:
+        """Hold so much for a moment."""
+        self.allocate(size)
+        self.free(size)
+
+    def reset_peak(self) -> None:
+        """The peak is what is in use now."""
+        self._peak = self.live
+
+    def peak_bytes(self) -> int:
+        """The most since then."""
+        return self._peak
+
+
+class Model:
+    """Something that holds `MODEL_BYTES` for as long as anyone refers to it, perhaps itself."""
+
+    itself: Model | None
+
+
+class Bench(Machine):
+    """What `sweep_batch_sizes` is given: sizes that are known to fit, or not to.
+
+    A step of b sequences takes b / 64 seconds, and `SEQUENCE_BYTES` for each on top of the model,
+    which takes `building` more bytes for a moment when it is built.
+    """
+
+    def __init__(
+        self,
+        capacity: int = 10**9,
+        *,
+        is_cyclic: bool = False,
+        building: int = 0,
+        error: Exception | None = None,
+    ) -> None:
+        super().__init__(error=error)
+        self.memory = Memory(capacity)
+        self.live_at_build: list[int] = []
+        self._is_cyclic, self._building = is_cyclic, building
+
+    def build(self, batch_size: int) -> Callable[[], None]:
+        """A step that owns its model."""
+        self.live_at_build.append(self.memory.live)
+        self.calls, self.duration = 0, lambda index: batch_size / 64
+        self.memory.allocate(MODEL_BYTES)
+        model = Model()
+        weakref.finalize(model, self.memory.free, MODEL_BYTES)
+        model.itself = model if self._is_cyclic else None
+        self.memory.take(self._building)
+
+        def step() -> None:
+            assert model is not None
+            self.memory.take(SEQUENCE_BYTES * batch_size)
+            self.step()
+
+        return step
+
+
+def expected_row(batch_size: int, *, is_oom: bool = False) -> dict[str, Any]:
+    """What is right for a size that fits, or does not."""
+    return {
+        "batch_size": batch_size,
+        "is_oom": is_oom,
+        "tokens_per_s": None if is_oom else 64.0 * SEQUENCE_LENGTH,
+        "peak_bytes": None if is_oom else MODEL_BYTES + SEQUENCE_BYTES * batch_size,
+    }
+
+
 def swept(ctx, batch_sizes, **options):
-    """The rows, and what was alive when each model was built."""
+    """The implementation's rows as plain data, and what was alive when each model was built."""
     bench = Bench(**options)
-    return bench.sweep(ctx, batch_sizes), bench.live_at_build
+    rows = ctx.impl.sweep_batch_sizes(
+        bench.build,
+        batch_sizes=batch_sizes,
+        sequence_length=SEQUENCE_LENGTH,
+        clock=bench.clock,
+        memory=bench.memory,
+    )
+    return [{key: row[key] for key in expected_row(0)} for row in rows], bench.live_at_build
 
 
 def judge_rows(world, expected, *, likely, given="", **options):

@@ -12,7 +12,7 @@ import random
 
 import pytest
 
-from spec_tests.chapters.measure.timeline import DEVICES, TRACE, Timeline, observed
+from spec_tests.chapters.measure.timeline import DEVICES, TRACE, Timeline, observed, summary
 from spec_tests.programs.laws import refusal
 from spec_tests.rig import judge
 from spec_tests.rig.clause import clauses
@@ -59,18 +59,7 @@ def test_the_order_of_events_does_not_matter(world, subject, device):
     judge.equal([observed(world, line)], expected, quantity="summary of shuffled events")
 
 
-def of_bytes(ctx, data):
-    """What the implementation says of a file with these bytes; None: a file that is not there."""
-    path = ctx.scratch / "the_bad_one.json"
-    path.unlink(missing_ok=True)
-    if data is not None:
-        path.write_bytes(data)
-    try:
-        return ctx.impl.summarize_trace(path)
-    finally:
-        path.unlink(missing_ok=True)
-
-
+NAME = "the_bad_one.json"
 BAD = {
     "missing": lambda: None,
     "empty": lambda: b"",
@@ -92,7 +81,7 @@ BAD = {
 @pytest.mark.parametrize("bad", list(BAD))
 def test_what_is_no_whole_trace_is_refused(world, subject, bad):
     """A file without a whole trace and a step MUST be a ValueError or OSError, never zeros."""
-    ranks = world.run(refusal.raised, of_bytes, BAD[bad]())
+    ranks = world.run(refusal.raised, summary, BAD[bad](), NAME)
     refusal.of_kinds(ranks, "ValueError", "OSError", given=f"a file that is {bad}")
 
 
@@ -104,7 +93,7 @@ def test_what_is_no_whole_trace_is_refused(world, subject, bad):
 @pytest.mark.parametrize("bad", list(BAD))
 def test_the_refusal_names_the_file(world, subject, bad):
     """The message about a bad trace MUST name the file."""
-    (found,) = world.run(refusal.raised, of_bytes, BAD[bad]())
+    (found,) = world.run(refusal.raised, summary, BAD[bad](), NAME)
 
     said = repr(found["text"]) if found["error"] else f"no error, but {found['returned']}"
-    judge.holds("the_bad_one.json" in found["text"], f"expected the name in {said}")
+    judge.holds(NAME in found["text"], f"expected the name in {said}")

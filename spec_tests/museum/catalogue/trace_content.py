@@ -2,7 +2,7 @@
 
 from spec_tests.museum.card import Source
 
-TRACE = Source("spec_tests.plain.trace", alone=True)
+TRACE = Source("spec_tests.plain.trace")
 
 TRACE.near_miss(
     "measure.rank-of-file",

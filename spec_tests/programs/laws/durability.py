@@ -77,7 +77,7 @@ def _matches(reading: Reading, saved: Mapping[str, tuple[int, State]]) -> list[s
     return [name for name, (_, state) in saved.items() if not differing(reading, state)]
 
 
-def untouched(readings: Sequence[Reading], *, likely: str = "", given: str = "") -> None:
+def untouched(readings: Sequence[Reading]) -> None:
     """Every reading that raised must have left everything as it was."""
     __tracebackhide__ = True
     for reading in readings:
@@ -86,9 +86,8 @@ def untouched(readings: Sequence[Reading], *, likely: str = "", given: str = "")
             not changed,
             f"expected a load that raises to change nothing, got changes in {_short(changed)}; it "
             f"raised {reading['error'][:200]}",
-            likely=likely
-            or "values are copied into the live model before all of them were checked",
-            given=", ".join(filter(None, [given, reading["where"]])),
+            likely="values are copied into the live model before all of them were checked",
+            given=reading["where"],
         )
 
 

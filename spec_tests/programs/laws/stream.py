@@ -67,7 +67,6 @@ def goes_on(
     *,
     limit: int,
     given: str = "",
-    likely: str = "",
 ) -> None:
     """Every rank must receive what the loader's own uninterrupted pass holds after `taken` batches.
 
@@ -84,7 +83,7 @@ def goes_on(
         for got, right, whole in zip(observed, rest, wholes, strict=True)
     ]
     judge.holds(all(wholes), "expected batches in an uninterrupted pass, got none", given=given)
-    same(seen, rest, given=given, likely=likely or _goes_on_elsewhere(observed, wholes, taken))
+    same(seen, rest, given=given, likely=_goes_on_elsewhere(observed, wholes, taken))
 
 
 def _goes_on_elsewhere(observed: Sequence[Stream], wholes: Sequence[Stream], taken: int) -> str:

@@ -27,8 +27,8 @@ from pathlib import Path
 
 from spec_tests.impls import parse
 from spec_tests.programs.repro import findings
-from spec_tests.programs.repro.recipes import recipes_of
 from spec_tests.programs.repro.script import head_of, written
+from spec_tests.programs.repro.situations import recipes_of
 from spec_tests.rig import ledger
 from spec_tests.rig.clause import Clause
 from spec_tests.rig.outcomes import Event
@@ -37,17 +37,6 @@ from spec_tests.rig.target import REPOSITORY_ROOT, Target
 
 SECONDS = 90
 FAULTS = ("failed", "hang", "died", "expected_failure")
-REASONS = {
-    ".schedule.": "it takes simulated ranks, whose order of events is chosen",
-    ".footprint.": "it takes the suite's recorder of memory",
-    ".memory.": "it takes the suite's recorder of memory",
-    ".traffic.": "it takes the suite's recorder of messages",
-    ".overlap.": "it takes the suite's recorder of the order of events",
-    ".order.": "it takes the suite's recorder of the order of events",
-    ".compile.": "it takes a compiler, and minutes",
-    "attention.device.": "it takes a GPU",
-    "attention.kernels.": "it takes Triton's interpreter and the suite's watch over addresses",
-}
 
 
 class NothingToWriteError(Exception):
@@ -89,7 +78,9 @@ def _write(impl: str, id: str, directory: Path) -> Path:
     subject = next(iter((*clause.judges, *clause.needs)), "")
     is_program = ".programs." in id
     if not is_program and next(recipes_of(id, subject, 2, _situation_of(clause)), None) is None:
-        raise NothingToWriteError(f"no script for {id}: {_reason(clause)}")
+        raise NothingToWriteError(
+            f"no script for {id}: it needs what the suite alone builds, see {clause.where}"
+        )
     place = directory / f"{re_named(id)}.py"
     if place.exists():
         raise NothingToWriteError(
@@ -200,16 +191,6 @@ def _run(text: str) -> tuple[int, str]:
     if ended.returncode == 1 and "Traceback" in ended.stderr.partition("Process ")[0]:
         return 2, ended.stderr  # an error of the script is also status 1
     return ended.returncode, ended.stdout
-
-
-def _reason(clause: Clause) -> str:
-    """Why a clause has no template."""
-    if clause.chapter not in ("ddp", "zero1", "fsdp", "clip", "attention", "data"):
-        return f"there are no templates for the chapter {clause.chapter!r}"
-    for part, reason in REASONS.items():
-        if part in clause.id:
-            return reason
-    return f"no template builds its situation; it is in {clause.where}"
 
 
 if __name__ == "__main__":

@@ -4,10 +4,15 @@ A script has one function, `steps`, which is called twice: on a rank, with what 
 makes of a toy; and in one process with the batches of all ranks, which is what every rank must see.
 The toy's source is that of `rig/toys.py`, the calls' is in verbs.toml, the rest is in templates
 whose marks name a word of the scene, the function, or a piece of the program that a line is for.
+
+Of models and sharded optimizers a clause is shown by the failed case's situation, or by those that
+verbs.toml names for a clause that is none. The templates of clipping, attention and loaders have
+defaults, of which a clause names in recipes.toml what it changes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import tomllib
 from collections.abc import Iterator
@@ -26,6 +31,7 @@ from spec_tests.programs.units import units_of
 from spec_tests.rig.toys import TOYS
 
 FOLDER = Path(__file__).resolve().parent
+RECIPES = FOLDER / "recipes.toml"
 OWN = ("of-iterators", "with-a-buffer", "may-raise")
 """Words beside those of a scene: groups of generators, a buffer that differs between ranks, and an
 error that is as good as the right answer.
@@ -55,9 +61,27 @@ TORCHS = {
 """PyTorch's own behind each function, and what it is given first."""
 
 
-def lines_of(clause: str) -> list[str]:
-    """Return the situations that may show a clause that is none itself, the simplest first."""
-    return list(_table()["clauses"].get(clause, ()))
+def recipes_of(clause: str, subject: str, ranks: int, situation: str = "") -> Iterator[Recipe]:
+    """Yield what may show a clause.
+
+    Args:
+        situation: of the case that failed, if it has one.
+    """
+    for line in filter(None, (situation, *_table()["clauses"].get(clause, ()))):
+        with contextlib.suppress(ValueError):  # a word that no script can build
+            yield recipe_of(line, subject, ranks)
+    chapter, _, rest = clause.partition(".")
+    of_chapter = tomllib.loads(RECIPES.read_text(encoding="utf-8")).get(chapter, {"changes": {}})
+    if rest in of_chapter["changes"]:
+        changes = of_chapter["changes"][rest]
+        settings = {"RANKS": str(max(ranks, 2))} if chapter == "clip" else {}
+        settings |= of_chapter["defaults"] | changes
+        tags = {*map(str.lower, changes), "must-answer", "file"}
+        if changes.get("SHARDED") != "False":
+            tags.add("sharded")
+        frame = "ranks" if chapter == "clip" else "one"
+        values = {"function": subject}
+        yield Recipe(frame, chapter, frozenset(tags), settings, values=values)
 
 
 def recipe_of(line: str, subject: str, size: int, *, is_torchs: bool = False) -> Recipe:

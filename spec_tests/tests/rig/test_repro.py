@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from spec_tests.programs.repro import __main__ as command
-from spec_tests.programs.repro.recipes import recipes_of
 from spec_tests.programs.repro.script import head_of, written
-from spec_tests.programs.repro.situations import FOLDER, recipe_of
+from spec_tests.programs.repro.situations import FOLDER, recipe_of, recipes_of
 from spec_tests.rig import ledger
 from spec_tests.tests.reference.launch import run_script
 from spec_tests.tests.rig.helpers import python
