@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 
 MIB = 1024 * 1024
+ALIGNMENT_BYTES = 64
 
 
 def plan_buckets(tensors: Sequence[torch.Tensor], *, cap_bytes: float) -> list[list[int]]:
@@ -85,9 +86,7 @@ def cut(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return views
 
 
-def aligned_offsets(
-    tensors: Sequence[torch.Tensor], *, alignment_bytes: int = 64
-) -> tuple[list[int], int]:
+def aligned_offsets(tensors: Sequence[torch.Tensor]) -> tuple[list[int], int]:
     """Return offsets of tensors in a flat buffer of their dtype, and its size, in elements.
 
     Every tensor begins where one allocated by itself could: kernels may compute other last bits,
@@ -98,7 +97,7 @@ def aligned_offsets(
     """
     offsets, end = [], 0
     for tensor in tensors:
-        elements = max(1, alignment_bytes // tensor.element_size())
+        elements = max(1, ALIGNMENT_BYTES // tensor.element_size())
         offsets.append(-(-end // elements) * elements)
         end = offsets[-1] + tensor.numel()
     return offsets, end

@@ -35,10 +35,10 @@ from solution.attention import unavailable
 from solution.checkpoint import CheckpointError
 from solution.console import say, significant
 from solution.data.loader import TokenLoader, token_loader
-from solution.data.prepare import read_meta
+from solution.data.prepare import vocabulary_of
 from solution.data.shards import find_shards, write_atomically
 from solution.measure.memory import memory_history, optimizer_tensors, peak_memory_bytes
-from solution.measure.recording import Recording, ShortRunError, require_free
+from solution.measure.recording import Recording, require_free
 from solution.measure.trace import listed
 from solution.measure.traffic import Traffic
 from solution.models import families
@@ -64,7 +64,6 @@ DONE, BAD_INPUT = 0, 2
 STATUS: dict[type[Exception], int] = {
     NonFiniteError: 1,
     CheckpointError: 1,
-    ShortRunError: BAD_INPUT,
     DataExhaustedError: 3,
     Interrupted: 4,
 }
@@ -99,7 +98,8 @@ def train(job: "Job", wrap: Wrap) -> None:
             lr=job.learning_rate,
             dtype=config.dtype,
         )
-        with job.running(finished) as log:
+        log = job.begin(finished)
+        with memory_history(job.snapshot):
             for step in range(finished, config.steps):
                 with job.watching(step):
                     record = next(records)
@@ -114,7 +114,7 @@ class Job:
     Raises:
         ValueError: data, sizes or vocabulary that do not fit each other, or attention that cannot
             run here.
-        DataExhaustedError, ShortRunError: less data or steps than are needed.
+        DataExhaustedError: less data than is needed.
     """
 
     def __init__(self, config: TrainConfig, world: World, *, name: str) -> None:
@@ -127,8 +127,8 @@ class Job:
             micro_batch_size=config.micro_batch_size,
             world_size=world.size,
         )
-        meta = read_meta(Path(config.data)) or {"vocab_size": GPT2_VOCABULARY}
-        self.model_config = config.model_config(vocab_size=config.vocab_size or meta["vocab_size"])
+        vocabulary = config.vocab_size or vocabulary_of(Path(config.data)) or GPT2_VOCABULARY
+        self.model_config = config.model_config(vocab_size=vocabulary)
         self.sequence_length = config.sequence_length or self.model_config.max_sequence_length
         self.loader = self._loader("train", config.steps * self.num_micro_batches)
         possible = self.loader.num_batches // self.num_micro_batches
@@ -152,6 +152,7 @@ class Job:
             config.learning_rate, num_steps=config.steps, warmup_steps=config.warmup_steps
         )
         folder = Path(config.traces) / name
+        self.snapshot: Path | None = None
         if config.memory_snapshot:
             if world.device.type != "cuda":
                 raise ValueError(
@@ -159,8 +160,10 @@ class Job:
                     "or see `python -m solution.memory_analysis`, which predicts"
                 )
             require_free(folder, "rank*_snapshot.pickle")
-        self.recording = Recording(folder, world.rank, config.profile_steps, world.device)
-        self.recording.require(config.steps)
+            self.snapshot = folder / f"rank{world.rank}_snapshot.pickle"
+        self.recording = Recording(
+            folder, world.rank, config.profile_steps, config.steps, world.device
+        )
         self.seconds: list[float] = []  # of each step that this process took
         self.val_loss: float | None = None  # the newest
         self._traffic = Traffic()
@@ -200,18 +203,14 @@ class Job:
             return ShardedOptimizer(groups, torch.optim.AdamW, lr=self.config.learning_rate)
         return torch.optim.AdamW(groups, lr=self.config.learning_rate)
 
-    @contextmanager
-    def running(self, finished: int) -> Iterator[RunLog]:
-        """Open the log around all steps; `finished` of them were taken by an earlier process."""
+    def begin(self, finished: int) -> RunLog:
+        """Return the log of the steps to come; `finished` were taken by an earlier process."""
         config = self.config
         self._counted = min(finished + COUNTED_STEP, config.steps - 1)
-        self.recording.require(config.steps - finished)
         Path(config.out).mkdir(parents=True, exist_ok=True)
         self._summary_path.unlink(missing_ok=True)  # an earlier run's would be mistaken for ours
-        snapshot = self.recording.path.with_name(f"rank{self.world.rank}_snapshot.pickle")
         path = Path(config.out) / f"{self.name}.jsonl" if self.world.is_first else None
-        with memory_history(snapshot if config.memory_snapshot else None):
-            yield RunLog(path, config, finished=finished)
+        return RunLog(path, config, finished=finished)
 
     @contextmanager
     def watching(self, step: int) -> Iterator[None]:
@@ -234,20 +233,21 @@ class Job:
 
     def summarize(self, module: nn.Module, optimizer: torch.optim.Optimizer, log: RunLog) -> None:
         """Write this rank's summary; the first rank prints the main lines, too."""
-        config, traffic = self.config, self._traffic
+        config = self.config
         dtypes = (torch.float32, torch.bfloat16)  # control messages, the trainer's own, are float64
         parameters = list(module.parameters())
         # All ranks' tokens over this rank's median step: watched ones, and the first, are slower.
         tokens = config.global_batch_size * self.sequence_length
+        collectives = self._traffic.by_kind(*dtypes)
         summary = {
             "rank": self.world.rank,
             "device": str(self.world.device),
             "steps": config.steps,
             "val_loss": self.val_loss,
             "tokens_per_s": tokens / statistics.median(self.seconds),
-            "messages_per_step": traffic.count(),
-            "bytes_per_step": traffic.num_bytes(*dtypes),
-            "collectives": traffic.by_kind(*dtypes),
+            "messages_per_step": len(self._traffic.collectives),
+            "bytes_per_step": sum(one["bytes"] for one in collectives.values()),
+            "collectives": collectives,
             "peak_memory_bytes": peak_memory_bytes(self.world.device),
             "parameter_bytes": sum(p.nbytes for p in parameters),
             "held_bytes": {
@@ -260,15 +260,14 @@ class Job:
         write_atomically(self._summary_path, json.dumps(summary, indent=2).encode() + b"\n")
         if self.world.is_first:
             val_loss = "" if self.val_loss is None else f", validation loss {self.val_loss:.6f}"
-            trace = f", {self.recording.path}" if self.recording.is_written else ""
             say(
                 f"  training completed, {significant(sum(self.seconds), 3)} s in steps; loss "
                 f"{log.lines[0]['loss']:.6f} -> {log.lines[-1]['loss']:.6f}{val_loss}\n"
                 f"  {significant(summary['tokens_per_s'], 3)} tokens/s (median step, all ranks), "
                 f"peak memory {summary['peak_memory_bytes'] / 2**20:,.0f} MiB per rank\n"
-                f"  sent per step: {listed(summary['collectives'])}; "
+                f"  sent per step: {listed(collectives)}; "
                 f"{summary['bytes_per_step']:,} bytes\n"
-                f"  {log.path}, {self._summary_path}{trace}"
+                f"  {log.path}, {self._summary_path}"
             )
 
 

@@ -1,35 +1,32 @@
-"""Memory of one training step: predicted by term and phase, measured, and the difference.
+"""Memory of one training step: predicted by term, measured, and the difference.
 
     python -m solution.memory_analysis                                 # GPT-2 small, 8 x 1024
     python -m solution.memory_analysis --model llama --preset 1b --no-measure
 
 The prediction is made with fake tensors: no memory, no GPU. The measurement is two real steps, on a
-GPU by CUDA's allocator, on the CPU by MemTracker; it is left out where the prediction says that it
-cannot fit (exit status 3), and with `--no-measure`. On a GPU `--snapshot` writes a history for
-pytorch.org/memory_viz. Results: a table and OUT/memory.json. MiB are 2^20 bytes.
+GPU by CUDA's allocator, on the CPU by MemTracker; it is left out with `--no-measure`. On a GPU
+`--snapshot` writes a history for pytorch.org/memory_viz. Results: a table and OUT/memory.json. MiB
+are 2^20 bytes.
 
-Exit status: 0 done, 2 bad input, 3 does not fit.
+Exit status: 0 done, 2 bad input.
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 
 import torch
 
 from solution.console import aligned, significant
-from solution.measure.memory import Prediction, kernel_bytes, measured_step, memory_history
+from solution.measure.memory import Prediction, measured_step, memory_history
 from solution.measure.workload import BAD_INPUT, DONE, Workload, keep, parser
 
 MIB = 2**20
-DOES_NOT_FIT = 3
 STATE = ("parameters", "gradients", "optimizer")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return the exit status."""
     command = parser("memory_analysis", "Memory of a training step.")
-    command.add_argument("--device-memory-gib", type=float, help="that there is (default: asked)")
     command.add_argument("--no-measure", action="store_true", help="predict only")
     command.add_argument("--snapshot", action="store_true", help="history for memory_viz (GPU)")
     flags = command.parse_args(arguments)
@@ -37,51 +34,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         work = Workload(flags, is_run=not flags.no_measure)
         if flags.snapshot and (work.device.type != "cuda" or flags.no_measure):
             raise ValueError("--snapshot is a history of CUDA's allocator: expected --device cuda")
-        return _analyse(work, flags, _room(flags.device_memory_gib, work.device))
-    except (ValueError, OSError) as error:
+        found = work.predict(work.batch_size)
+    except ValueError as error:
         sys.stderr.write(f"error: {error}\n")
         return BAD_INPUT
-
-
-def _room(gib: float | None, device: torch.device) -> int | None:
-    """Return the bytes that a step may take; None where that is not known."""
-    if gib is not None:
-        if not gib > 0:
-            raise ValueError(f"expected --device-memory-gib > 0, got {gib}")
-        return int(gib * 2**30)
-    if device.type == "cuda" and torch.cuda.is_available():
-        return int(torch.cuda.mem_get_info()[1])
-    return kernel_bytes("/proc/meminfo", "MemAvailable") if device.type == "cpu" else None
-
-
-def _analyse(work: Workload, flags: argparse.Namespace, room: int | None) -> int:
-    found = work.predict(work.batch_size)
-    fits = room is None or found.peak_bytes <= room
-    print(work.title)
-    measured = None
-    if fits and not flags.no_measure:
+    measured: dict[str, int] = {}
+    if not flags.no_measure:
         model, ids = work.build(work.batch_size)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
         with memory_history(flags.out / "memory_snapshot.pickle" if flags.snapshot else None):
             measured = measured_step(model, optimizer, ids, dtype=work.dtype)
-    print(_table(found, measured or {}))
-    print(_in_the_exercise_s_words(found, measured or {}))
-    record = {
-        "setup": work.title,
-        "predicted": {"terms": found.terms, "peaks": found.peaks, "peak": found.peak_bytes},
-        "measured": measured,
-        "room": room,
-        "fits": fits,
-    }
+    print(work.title)
+    print(_table(found, measured))
+    print(_in_the_exercise_s_words(found, measured))
+    predicted = {"terms": found.terms, "peak": found.peak_bytes}
+    record = {"setup": work.title, "predicted": predicted, "measured": measured}
     keep(flags.out / "memory.json", record)
-    if room is None or fits:
-        return DONE
-    sys.stderr.write(
-        f"error: expected a step that fits into {_mib(room)} MiB, got a predicted peak of "
-        f"{_mib(found.peak_bytes)} MiB; take a smaller batch, "
-        "--activation-checkpointing selective, or a larger device\n"
-    )
-    return DOES_NOT_FIT
+    return DONE
 
 
 def _mib(size: int) -> str:
@@ -103,7 +72,6 @@ def _in_the_exercise_s_words(found: Prediction, measured: dict[str, int]) -> str
 
 def _table(found: Prediction, measured: dict[str, int]) -> str:
     predicted = {term: found.terms[term] for term in (*STATE, "activations")}
-    predicted |= {f"peak of {phase}": sum(peak.values()) for phase, peak in found.peaks.items()}
     predicted |= {"peak": found.peak_bytes, "after_step": found.after_step}
     rows = [("  MiB", "predicted", "measured", "error")]
     for name, size in predicted.items():

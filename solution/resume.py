@@ -49,9 +49,9 @@ class Restarts:
         optimizer: torch.optim.Optimizer,
         loader: Stateful,
     ) -> None:
-        self._config, self._world = config, world
-        place = _Place(loader, config)
-        self._parts: dict[str, Any] = {"model": model, "optimizer": optimizer, "loader": place}
+        self._config, self._world, self._loader = config, world, loader
+        self._parts: dict[str, Any] = {"model": model, "optimizer": optimizer, "loader": self}
+        self._own = {name: getattr(config, name) for name in DECISIVE}
         self._is_told_to_stop = False
 
     def __enter__(self) -> Self:
@@ -107,18 +107,16 @@ class Restarts:
     def _on_sigterm(self, *_: object) -> None:
         self._is_told_to_stop = True
 
-
-class _Place:
-    """The loader's state and the decisive settings; loading refuses others, and lists them."""
-
-    def __init__(self, loader: Stateful, config: TrainConfig) -> None:
-        self._loader = loader
-        self._own = {name: getattr(config, name) for name in DECISIVE}
-
     def state_dict(self) -> dict[str, Any]:
+        """Return what is saved as the loader's state: that, and the decisive settings."""
         return {"loader": self._loader.state_dict(), "settings": self._own}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up the loader's place.
+
+        Raises:
+            ValueError: lists the decisive settings that are other ones than those saved.
+        """
         saved = state["settings"]
         differing = [
             f"{name} {own!r} (saved: {saved.get(name)!r})"

@@ -9,7 +9,7 @@ devices whose peak is known. A batch size that does not fit is a row of its tabl
 no allocator keeps a peak, memory is the prediction of `solution.memory_analysis`. Results go to
 OUT/throughput.json.
 
-Exit status: 0 done, 2 bad input, 3 out of memory.
+Exit status: 0 done, 2 bad input.
 """
 
 import argparse
@@ -29,10 +29,9 @@ from solution.measure.flops import (
     model_flops_utilization,
 )
 from solution.measure.memory import training_loss
-from solution.measure.throughput import is_out_of_memory, measure_throughput, sweep_batch_sizes
+from solution.measure.throughput import measure_throughput, sweep_batch_sizes
 from solution.measure.workload import BAD_INPUT, DONE, Workload, keep, parser
 
-OUT_OF_MEMORY = 3
 MIB = 2**20
 LARGER = {"target_parameters": 10**12, "target_tokens": 10**13, "device_memory_bytes": 80 * 10**9}
 
@@ -59,16 +58,19 @@ def _report(work: Workload, flags: argparse.Namespace) -> int:
     is_gpu = work.device.type == "cuda"
     device = torch.cuda.get_device_name(work.device) if is_gpu else "cpu"
     print(f"{work.title}{', compile' if flags.compile else ''}, {device}")
-    try:
-        found = _measure(work, flags, device)
-    except RuntimeError as error:
-        if not is_out_of_memory(error):
-            raise
-        said = f"out of memory with batch {work.batch_size}; take a smaller --batch-size"
-        sys.stderr.write(f"error: {said}\n")
-        return OUT_OF_MEMORY
-    sizes = {"num_parameters": work.num_parameters, **LARGER}
-    larger = extrapolate_training(tokens_per_s=found["tokens_per_s"], **sizes)
+    tokens = work.batch_size * work.length
+    step = _build(work, flags, work.batch_size)
+    found = measure_throughput(
+        step, tokens_per_step=tokens, clock=time.perf_counter, num_steps=flags.steps
+    )
+    del step  # with its model
+    rate = found["tokens_per_s"]
+    flops = flops_per_token(work.shape(), sequence_length=work.length)
+    mfu = model_flops_utilization(
+        tokens_per_s=rate, flops_per_token=flops, device_name=device, dtype=work.dtype
+    )
+    found |= {"tokens_per_step": tokens, "flops_per_token": flops, "mfu": mfu}
+    larger = extrapolate_training(tokens_per_s=rate, num_parameters=work.num_parameters, **LARGER)
     print(_lines(found, larger, work.dtype))
     rows = _sweep(work, flags) if flags.batch_sizes else []
     keep(flags.out / "throughput.json", {"found": found, "larger": larger, "sweep": rows})
@@ -87,25 +89,6 @@ def _build(work: Workload, flags: argparse.Namespace, batch_size: int) -> Callab
         optimizer.zero_grad(set_to_none=True)
 
     return step
-
-
-def _measure(work: Workload, flags: argparse.Namespace, device: str) -> dict[str, Any]:
-    """Return the report, with the utilisation."""
-    tokens, clock = work.batch_size * work.length, time.perf_counter
-    flops = flops_per_token(work.shape(), sequence_length=work.length)
-    step = _build(work, flags, work.batch_size)
-    found = measure_throughput(step, tokens_per_step=tokens, clock=clock, num_steps=flags.steps)
-    return {
-        **found,
-        "tokens_per_step": tokens,
-        "flops_per_token": flops,
-        "mfu": model_flops_utilization(
-            tokens_per_s=found["tokens_per_s"],
-            flops_per_token=flops,
-            device_name=device,
-            dtype=work.dtype,
-        ),
-    }
 
 
 def _lines(found: dict[str, Any], larger: dict[str, Any], dtype: torch.dtype) -> str:
@@ -146,8 +129,10 @@ class _Peak:
 
 
 def _sweep(work: Workload, flags: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return a row per batch size; on the CPU the peak is predicted."""
+    """Return a row per batch size, printed as it comes; on the CPU the peak is predicted."""
     is_gpu = work.device.type == "cuda"
+    print(f"  batch      tokens/s  {'' if is_gpu else 'predicted '}peak MiB", flush=True)
+    rows = []
     sweep = functools.partial(
         sweep_batch_sizes,
         functools.partial(_build, work, flags),
@@ -156,10 +141,7 @@ def _sweep(work: Workload, flags: argparse.Namespace) -> list[dict[str, Any]]:
         memory=_Peak(),
         num_steps=flags.steps,
     )
-    print(f"  batch      tokens/s  {'' if is_gpu else 'predicted '}peak MiB", flush=True)
-    rows = []
-    measured = (row for size in flags.batch_sizes for row in sweep(batch_sizes=[size]))
-    for row in measured:  # each is printed as it comes
+    for row in (row for size in flags.batch_sizes for row in sweep(batch_sizes=[size])):
         if not is_gpu:
             row["peak_bytes"] = work.predict(row["batch_size"]).peak_bytes
         size = "-" if row["peak_bytes"] is None else significant(row["peak_bytes"] / MIB)

@@ -31,7 +31,7 @@ class World:
 
 
 @contextmanager
-def distributed(*, device: str | None = None, timeout_s: float = 600.0) -> Iterator[World]:
+def distributed(*, device: str | None = None) -> Iterator[World]:
     """Join the run that torchrun's environment describes, and leave it however the body ends.
 
     With one GPU per local rank the backend is nccl, otherwise gloo (with CUDA tensors where ranks
@@ -39,7 +39,6 @@ def distributed(*, device: str | None = None, timeout_s: float = 600.0) -> Itera
 
     Args:
         device: "cpu" or "cuda"; None takes CUDA when there is any.
-        timeout_s: after this long a collective without its peers becomes an error.
 
     Raises:
         ValueError: RANK without WORLD_SIZE or the reverse, values that make no sense, or a device
@@ -59,7 +58,7 @@ def distributed(*, device: str | None = None, timeout_s: float = 600.0) -> Itera
         store=store,
         rank=world.rank,
         world_size=world.size,
-        timeout=timedelta(seconds=timeout_s),
+        timeout=timedelta(minutes=10),  # after which a collective without its peers is an error
         device_id=world.device if world.backend == "nccl" else None,
     )
     try:

@@ -3,11 +3,11 @@
     attention(q, k, v, causal=True, backend="sdpa")
 
 A model takes the function as an argument and never asks which one it got. Backends: `plain` (the
-definition, `solution.attention.plain`), `tiled` (O(N) memory in PyTorch operations,
+definition, every score in memory), `tiled` (O(N) memory in PyTorch operations,
 `solution.attention.tiled`), `triton` (the same in kernels, `solution.attention.triton_kernels`) and
 `sdpa` (PyTorch's fused kernels). `unavailable` says why one of them cannot run on a device.
 
-Legend: B batch, H heads, G key/value heads, Q queries, K keys, D head dim.
+Legend: B batch, H heads, G key/value heads, T tokens, D head dim.
 """
 
 from collections.abc import Callable
@@ -16,22 +16,10 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
-from solution.attention.flash import TILED, FlashAttentionTorch, flash_attention
-from solution.attention.inputs import as_4d, check, checked_scale, under_autocast
-from solution.attention.plain import plain_attention
-from solution.attention.triton_launch import TRITON, FlashAttentionTriton, flash_attention_triton
+from solution.attention.flash import TILED
+from solution.attention.inputs import check, under_autocast
+from solution.attention.triton_launch import TRITON
 from solution.attention.triton_launch import unavailable as _triton_unavailable
-
-__all__ = [
-    "BACKENDS",
-    "AttentionFunction",
-    "FlashAttentionTorch",
-    "FlashAttentionTriton",
-    "attention",
-    "flash_attention",
-    "flash_attention_triton",
-    "unavailable",
-]
 
 
 class AttentionFunction(Protocol):
@@ -40,7 +28,7 @@ class AttentionFunction(Protocol):
     def __call__(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, /, *, causal: bool
     ) -> torch.Tensor:
-        """`[B, H, Q, D]` and two `[B, G, K, D]` in, `[B, H, Q, D]` out."""
+        """`[B, H, T, D]` and two `[B, G, T, D]` in, `[B, H, T, D]` out."""
         ...
 
 
@@ -50,21 +38,19 @@ def attention(
     v: torch.Tensor,
     *,
     causal: bool = True,
-    scale: float | None = None,
     backend: str = "sdpa",
 ) -> torch.Tensor:
-    """Scaled dot-product attention.
+    """Self-attention of a model; the scale is `head_dim ** -0.5`.
 
     Args:
-        q: `[batch, heads, seq_q, head_dim]`.
-        k, v: `[batch, kv_heads, seq_k, head_dim]`, dtype and device of q; kv_heads divides heads,
-            and query head h reads key head `h // (heads // kv_heads)`.
-        causal: row i sees keys j <= i + seq_k - seq_q; rows that see nothing give zeros.
-        scale: of the scores; None is `head_dim ** -0.5`.
+        q: `[batch, heads, seq, head_dim]`.
+        k, v: `[batch, kv_heads, seq, head_dim]`, dtype and device of q; kv_heads divides heads, and
+            query head h reads key head `h // (heads // kv_heads)`.
+        causal: row i sees keys j <= i.
         backend: one of `BACKENDS`.
 
     Returns:
-        `[batch, heads, seq_q, head_dim]` in q's dtype; all may be without heads, 3-D.
+        `[batch, heads, seq, head_dim]` in q's dtype.
 
     Raises:
         ValueError: an unknown backend, one that cannot run here, or inputs that do not fit each
@@ -72,50 +58,45 @@ def attention(
     """
     q, k, v = under_autocast(q, k, v)
     check(q, k, v)
+    if q.ndim != 4 or q.shape[2] != k.shape[2]:
+        raise ValueError(
+            f"expected q and k of 4 dims with as many tokens, got {tuple(q.shape)} and "
+            f"{tuple(k.shape)}; see flash_attention for others"
+        )
     if backend not in BACKENDS:
-        raise ValueError(f"expected backend to be {_offered(q.device.type)}, got {backend!r}")
-    scale = checked_scale(scale, q.shape[-1])
-    out = BACKENDS[backend](as_4d(q), as_4d(k), as_4d(v), causal=causal, scale=scale)
-    return out.view(q.shape) if q.ndim == 3 else out
+        raise ValueError(f"expected backend to be one of {sorted(BACKENDS)}, got {backend!r}")
+    return BACKENDS[backend](q, k, v, causal=causal, scale=q.shape[-1] ** -0.5)
+
+
+def _plain(
+    q_BHTD: torch.Tensor, k_BGTD: torch.Tensor, v_BGTD: torch.Tensor, *, causal: bool, scale: float
+) -> torch.Tensor:
+    """`softmax(q k^T * scale) v`; keeps the scores for the backward, `[B, H, T, T]`."""
+    heads_per_key_head = q_BHTD.shape[1] // max(1, k_BGTD.shape[1])
+    k_BHTD = k_BGTD.repeat_interleave(heads_per_key_head, dim=1)
+    v_BHTD = v_BGTD.repeat_interleave(heads_per_key_head, dim=1)
+    scores_BHTT = q_BHTD @ k_BHTD.transpose(-1, -2) * scale
+    if causal:
+        hidden_TT = scores_BHTT.new_ones(scores_BHTT.shape[-2:], dtype=torch.bool).triu(1)
+        scores_BHTT = scores_BHTT.masked_fill(hidden_TT, -torch.inf)
+    return torch.softmax(scores_BHTT, dim=-1) @ v_BHTD
 
 
 def _sdpa(
-    q_BHQD: torch.Tensor, k_BGKD: torch.Tensor, v_BGKD: torch.Tensor, *, causal: bool, scale: float
+    q_BHTD: torch.Tensor, k_BGTD: torch.Tensor, v_BGTD: torch.Tensor, *, causal: bool, scale: float
 ) -> torch.Tensor:
-    num_blind = q_BHQD.shape[2] - k_BGKD.shape[2]
-    if causal and num_blind > 0:
-        # The first rows see no key. PyTorch's kernels disagree about them, so they never get there.
-        seeing = _sdpa(q_BHQD[:, :, num_blind:], k_BGKD, v_BGKD, causal=True, scale=scale)
-        return F.pad(seeing, (0, 0, num_blind, 0))
-    is_square = num_blind == 0
-    mask_QK = None
-    if causal and not is_square:
-        # is_causal means top-left to PyTorch: the same thing only where the scores are square.
-        ones_QK = q_BHQD.new_ones(q_BHQD.shape[2], k_BGKD.shape[2], dtype=torch.bool)
-        mask_QK = ones_QK.tril(diagonal=-num_blind)
+    has_groups = q_BHTD.shape[1] != k_BGTD.shape[1]
     return F.scaled_dot_product_attention(
-        q_BHQD,
-        k_BGKD,
-        v_BGKD,
-        attn_mask=mask_QK,
-        is_causal=causal and is_square,
-        scale=scale,
-        enable_gqa=q_BHQD.shape[1] != k_BGKD.shape[1],
+        q_BHTD, k_BGTD, v_BGTD, is_causal=causal, scale=scale, enable_gqa=has_groups
     )
 
 
 BACKENDS: dict[str, Callable[..., torch.Tensor]] = {
     "sdpa": _sdpa,
-    "plain": plain_attention,
+    "plain": _plain,
     "tiled": lambda q, k, v, *, causal, scale: TILED.forward(q, k, v, causal, scale)[0],
     "triton": lambda q, k, v, *, causal, scale: TRITON.forward(q, k, v, causal, scale)[0],
 }
-
-
-def _offered(device_type: str) -> str:
-    """Each backend, and why it cannot run on tensors of that device if it cannot."""
-    reasons = {name: unavailable(name, device_type) for name in sorted(BACKENDS)}
-    return " or ".join(f"{n} (not here: {why})" if why else n for n, why in reasons.items())
 
 
 def unavailable(backend: str, device_type: str) -> str | None:

@@ -35,8 +35,7 @@ PyTorch counterpart: torch.distributed.checkpoint, which this is built on, and i
 module, which is left out: it steps a cold optimizer to find out what its state will be.
 """
 
-from solution.checkpoint.errors import CheckpointError
-from solution.checkpoint.folder import latest_step
+from solution.checkpoint.folder import CheckpointError, latest_step
 from solution.checkpoint.load import load_checkpoint
 from solution.checkpoint.save import Stateful, save_checkpoint
 

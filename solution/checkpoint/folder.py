@@ -1,9 +1,14 @@
-"""Folders of checkpoints: names, completion markers, retention. Used by one rank for all.
+"""Folders of checkpoints: names, completion markers, retention; and steps that all ranks take.
 
 A folder is complete when its marker lists files that are all there with their sizes. The marker is
 written last and the folder gets its name after that, so a crash at any moment leaves either a
 complete folder or one that nobody takes for one. No save ever writes into a folder that has its
-final name; saving a step a second time makes `step-00000010.1`, which counts as newer.
+final name; saving a step a second time makes `step-00000010.1`, which counts as newer. One rank
+uses these functions for all.
+
+A step of a save or a load is taken by all ranks or by none (`together`). Disks fill up on one
+machine only. A rank that leaves alone lets the others wait for ever in the next collective, so
+every step ends with all ranks telling each other how it went.
 """
 
 import json
@@ -11,16 +16,66 @@ import os
 import re
 import shutil
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
+from torch.distributed.checkpoint.api import CheckpointException
+
+from solution import comm
 from solution.data.shards import flush_folder, write_atomically
 
 FORMAT = 1
 MARKER = "complete.json"
 _FINAL = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
 _TEMPORARY = re.compile(r"\.step-\d{8,}(\.\d+)?\.(tmp|old)")
+
+Result = TypeVar("Result")
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint cannot be saved or loaded; raised on all ranks alike."""
+
+
+def together(
+    what: str, work: Callable[[], Result], group: comm.Group, *, by_first: bool = False
+) -> Result:
+    """Do `work` on every rank of `group`, or on the first one for all; return its result.
+
+    Args:
+        what: the step, for the message: "write its part of runs/step-00000010".
+        by_first: only the first rank works, and every rank returns its result.
+
+    Raises:
+        CheckpointError: on all ranks, when it failed on one that works; says on which, and how.
+    """
+    result, cause = None, None
+    if comm.rank(group) == 0 or not by_first:
+        try:
+            result = work()
+        except (Exception, CheckpointException) as error:  # the library's is no Exception
+            cause = error
+    found = comm.gather_objects((result if by_first else None, _describe(cause)), group)
+    errors = [text for _, text in found]
+    reasons = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(errors) if text)
+    if len(errors) > 1 and len(set(errors)) == 1:
+        reasons = errors[0] and f"on all ranks: {errors[0]}"
+    if reasons:
+        who = "the first rank" if by_first else "every rank"
+        raise CheckpointError(
+            f"rank {comm.rank(group)}: expected {who} to {what}, got {reasons}"
+        ) from cause
+    return cast(Result, found[0][0] if by_first else result)
+
+
+def _describe(error: BaseException | None) -> str:
+    if isinstance(error, CheckpointException):
+        causes = ((rank, failure[0]) for rank, failure in error.failures.items())
+        return "; ".join(f"({rank}) {type(e).__name__}: {e}" for rank, e in causes)
+    if error is None or isinstance(error, CheckpointError):
+        return str(error or "")
+    return f"{type(error).__name__}: {error}"
 
 
 @dataclass(frozen=True, order=True)

@@ -24,7 +24,7 @@ from torch import nn
 
 from solution import comm
 from solution.checkpoint import folder, storage
-from solution.checkpoint.errors import CheckpointError, together
+from solution.checkpoint.folder import CheckpointError, together
 from solution.checkpoint.named import ModelTensors, OptimizerTensors, same
 from solution.checkpoint.save import PLAIN, Stateful, restore_random_state, with_tensors
 

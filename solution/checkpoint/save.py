@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from solution import comm
 from solution.checkpoint import folder, storage
-from solution.checkpoint.errors import CheckpointError, together
+from solution.checkpoint.folder import CheckpointError, together
 from solution.checkpoint.named import ModelTensors, OptimizerTensors, joined
 from solution.data.shards import write_atomically
 
@@ -114,10 +114,19 @@ def _captured(
     def capture() -> tuple[dict[str, Any], dict[str, Any], bytes]:
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
             raise ValueError(f"expected step to be an integer >= 0, got {step!r}")
-        tensors, common = _of_replicas(model, optimizer, is_first=is_first)
+        named = ModelTensors.of(model)
+        states, options = OptimizerTensors.of(optimizer, named).capture()
+        weights = {
+            name: tensor
+            for name, tensor in named.tensors.items()
+            if is_first or name not in named.buffers or isinstance(tensor, DTensor)
+        }
+        common = {"optimizer": options, "objects": named.objects}
         # Encoded here: what cannot be saved is an error before anything is written.
         storage.encode(common)
-        return tensors, common, _of_rank(loader)
+        state = None if loader is None else loader.state_dict()
+        own = storage.encode({"random": random_state(), "loader": state})
+        return with_tensors({"model": weights, "optimizer": {"state": states}}), common, own
 
     tensors, common, own = together(f"capture its state at step {step}", capture, group)
     gathered = comm.gather_objects((step, own, common["optimizer"]), group)
@@ -143,27 +152,6 @@ def _complete(temporary: Path, plain: bytes, facts: dict[str, Any]) -> Path:
             "save to a disk that all machines share"
         )
     return folder.finish(temporary, facts)
-
-
-def _of_replicas(
-    model: nn.Module, optimizer: torch.optim.Optimizer, *, is_first: bool
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the live tensors that this rank may write, and the state that all ranks share."""
-    named = ModelTensors.of(model)
-    states, options = OptimizerTensors.of(optimizer, named).capture()
-    weights = {
-        name: tensor
-        for name, tensor in named.tensors.items()
-        if is_first or name not in named.buffers or isinstance(tensor, DTensor)
-    }
-    tensors = with_tensors({"model": weights, "optimizer": {"state": states}})
-    return tensors, {"optimizer": options, "objects": named.objects}
-
-
-def _of_rank(loader: Stateful | None) -> bytes:
-    """Return the state that each rank has for itself, encoded."""
-    state = None if loader is None else loader.state_dict()
-    return storage.encode({"random": random_state(), "loader": state})
 
 
 def with_tensors(parts: dict[str, Any]) -> dict[str, Any]:

@@ -74,7 +74,13 @@ class TokenLoader:
         self.batch_size = require_positive("batch_size", batch_size)
         self.sequence_length = require_positive("sequence_length", sequence_length)
         self.rank, self.world_size = _resolve_rank(rank, world_size)
-        self.shards = [Shard(path) for path in _check_paths(paths)]
+        if isinstance(paths, str | os.PathLike):
+            raise ValueError(
+                f"expected a list of shards, got one path {str(paths)!r}; write [path]"
+            )
+        self.shards = [Shard(path) for path in paths]
+        if not self.shards:
+            raise ValueError("expected at least one shard, got an empty list of paths")
 
         counts = [max(0, len(shard) - 1) // sequence_length for shard in self.shards]
         self._starts = [0, *itertools.accumulate(counts)]  # global index of each shard's first
@@ -163,16 +169,6 @@ class _Pass(Iterator[Batch]):
         batch = loader.read(self.consumed + loader.rank * loader.batch_size)
         self.consumed += loader.global_batch_size  # only now: a read that failed was not consumed
         return batch
-
-
-def _check_paths(paths: Sequence[PathLike]) -> list[PathLike]:
-    """`paths` as a list: not empty, and not one bare string."""
-    if isinstance(paths, str | os.PathLike):
-        raise ValueError(f"expected a list of shards, got one path {str(paths)!r}; write [path]")
-    files = list(paths)
-    if not files:
-        raise ValueError("expected at least one shard, got an empty list of paths")
-    return files
 
 
 def _resolve_rank(rank: int | None, world_size: int | None) -> tuple[int, int]:

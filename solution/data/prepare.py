@@ -5,7 +5,7 @@
 1. Collect *.py, *.md and *.txt files below PATHS, in one order on every machine. Without PATHS: the
    sources of Python's own standard library, without tests: about 11 MB of real text that every
    machine has, with no network. Below a folder, other people's packages are skipped, and so are
-   files that are so large that they are tables. So is text that is not UTF-8. How many is reported.
+   files that are so large that they are tables. So is text that is not UTF-8.
 2. Every n-th document is validation data, evenly over the corpus. A single document is cut: its end
    is validation data.
 3. Train a byte-level BPE with `tokenizers` on the training documents: any text round-trips.
@@ -25,12 +25,12 @@ one machine, or prepare once and copy.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 import sysconfig
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from solution.config import require, require_positive
+from solution.config import require
 from solution.data.shards import (
     MAX_TOKENS,
     NUM_IDS,
@@ -56,60 +56,31 @@ SUFFIXES = {".py", ".txt", ".md"}
 MAX_DOCUMENT_BYTES = 400_000  # beyond that it is a generated table, not text
 
 
-@dataclass(frozen=True, kw_only=True)
-class DataConfig:
-    """Settings of the shards.
-
-    Raises:
-        ValueError: a value outside its range.
-    """
-
-    vocab_size: int = 8192
-    shard_tokens: int = 1_000_000
-    val_fraction: float = 0.05
-    max_bytes: int | None = None
-
-    def __post_init__(self) -> None:
-        require_positive("vocab_size", self.vocab_size)
-        require_positive("shard_tokens", self.shard_tokens)
-        words = f"in [257, {NUM_IDS}] (256 bytes and the delimiter, uint16)"
-        require("vocab_size", self.vocab_size, words, lambda size: 257 <= size <= NUM_IDS)
-        require("shard_tokens", self.shard_tokens, f"<= {MAX_TOKENS}", MAX_TOKENS.__ge__)
-        require("val_fraction", self.val_fraction, "in [0, 1)", lambda part: 0 <= part < 1)
-        if self.max_bytes is not None:
-            require_positive("max_bytes", self.max_bytes)
-
-
-def _collect(paths: Sequence[Path], max_bytes: int | None) -> tuple[list[str], int, int]:
-    """Return the documents below `paths`, their bytes, and the number of files that were skipped.
+def _collect(paths: Sequence[Path], max_bytes: int | None) -> list[str]:
+    """Return the documents below `paths`.
 
     Skipped are files that are not UTF-8, and too large ones that were not named themselves.
 
     Raises:
         ValueError: a path that is not there, or no text at all.
     """
-    documents, num_bytes, num_skipped = [], 0, 0
+    documents, num_bytes = [], 0
     for path in _files(paths):
         data = path.read_bytes()
-        try:
-            text = data.decode()
-        except UnicodeDecodeError:
-            text = None
-        if text is None or (len(data) > MAX_DOCUMENT_BYTES and path not in paths):
-            num_skipped += 1
+        if len(data) > MAX_DOCUMENT_BYTES and path not in paths:
             continue
         if max_bytes is not None and num_bytes + len(data) > max_bytes:
             break
-        if text:
-            documents.append(text)
+        with contextlib.suppress(UnicodeDecodeError):
+            documents.append(data.decode())
             num_bytes += len(data)
-    if not documents:
+    if not any(documents):
         raise ValueError(
             f"expected text ({', '.join(sorted(SUFFIXES))} files) below "
             f"{[str(path) for path in paths] or 'the standard library'}, found none"
             + (f" within max_bytes={max_bytes}; raise it" if max_bytes else "")
         )
-    return documents, num_bytes, num_skipped
+    return [text for text in documents if text]
 
 
 def _split(documents: list[str], val_fraction: float) -> tuple[list[str], list[str]]:
@@ -144,28 +115,38 @@ def _files(paths: Sequence[Path]) -> Iterator[Path]:
             raise ValueError(f"{path}: expected a text file or a folder of them, found neither")
 
 
-def prepare(paths: Sequence[Path], out: Path, config: DataConfig) -> dict[str, Any]:
+def prepare(
+    paths: Sequence[Path],
+    out: Path,
+    *,
+    vocab_size: int = 8192,
+    shard_tokens: int = 1_000_000,
+    val_fraction: float = 0.05,
+    max_bytes: int | None = None,
+) -> dict[str, Any]:
     """Make the shards of `paths` in `out`; return what `meta.json` says.
 
     Raises:
         ValueError: no text, bad settings, or `out` holds shards that this did not make.
     """
-    documents, num_bytes, num_skipped = _collect(paths, config.max_bytes)
+    words = f"in [257, {NUM_IDS}] (256 bytes and the delimiter, uint16)"
+    require("vocab_size", vocab_size, words, lambda size: 257 <= size <= NUM_IDS)
+    require("shard_tokens", shard_tokens, f"in [1, {MAX_TOKENS}]", lambda n: 0 < n <= MAX_TOKENS)
+    require("val_fraction", val_fraction, "in [0, 1)", lambda part: 0 <= part < 1)
+    documents = _collect(paths, max_bytes)
     _clear(out)
-    train, val = _split(documents, config.val_fraction)
-    tokenizer = _train_tokenizer(train, config.vocab_size)
+    train, val = _split(documents, val_fraction)
+    tokenizer = _train_tokenizer(train, vocab_size)
     shards: dict[str, int] = {}
     for split, part in (("train", train), ("val", val)):
         ids = _encode(tokenizer, part)
-        for index, start in enumerate(range(0, len(ids), config.shard_tokens)):
+        for index, start in enumerate(range(0, len(ids), shard_tokens)):
             name = f"text_{split}_{index:06d}.bin"
-            shards[name] = write_shard(out / name, ids[start : start + config.shard_tokens])
+            shards[name] = write_shard(out / name, ids[start : start + shard_tokens])
     meta = {
         "vocab_size": tokenizer.get_vocab_size(),
         "delimiter": tokenizer.token_to_id(DELIMITER),
         "num_documents": len(documents),
-        "num_skipped": num_skipped,
-        "num_bytes": num_bytes,
         "shards": shards,
     }
     write_atomically(out / TOKENIZER, tokenizer.to_str().encode())
@@ -173,8 +154,8 @@ def prepare(paths: Sequence[Path], out: Path, config: DataConfig) -> dict[str, A
     return meta
 
 
-def read_meta(folder: Path) -> dict[str, Any] | None:
-    """Return what `prepare` wrote about the shards in `folder`; None if it wrote nothing there.
+def vocabulary_of(folder: Path) -> int | None:
+    """Return the number of words of the shards in `folder`; None if `prepare` did not write them.
 
     Raises:
         ValueError: there is a `meta.json`, and it is not ours.
@@ -183,12 +164,11 @@ def read_meta(folder: Path) -> dict[str, Any] | None:
     if not path.exists():
         return None
     try:
-        meta = json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path}: expected JSON, found {error}; remove the file") from None
-    if not isinstance(meta, dict) or not {"vocab_size", "shards"} <= meta.keys():
-        raise ValueError(f"{path}: expected what solution.data.prepare writes; use another folder")
-    return meta
+        return int(json.loads(path.read_text())["vocab_size"])
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(
+            f"{path}: expected what solution.data.prepare writes, got {error!r}; remove the file"
+        ) from None
 
 
 def _clear(out: Path) -> None:
@@ -234,35 +214,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description="Text to token shards.",
         allow_abbrev=False,
     )
-    default = DataConfig()
-    parser.add_argument("paths", nargs="*", type=Path, help="files or folders (default: stdlib)")
-    parser.add_argument("--out", type=Path, default=Path("outputs/data"), help="folder to fill")
-    parser.add_argument("--vocab-size", type=int, default=default.vocab_size)
-    parser.add_argument("--shard-tokens", type=int, default=default.shard_tokens)
-    parser.add_argument("--val-fraction", type=float, default=default.val_fraction)
-    parser.add_argument("--max-bytes", type=int, help="stop before the document that exceeds this")
+    add = parser.add_argument
+    add("paths", nargs="*", type=Path, help="files or folders (default: stdlib)")
+    add("--out", type=Path, default=Path("outputs/data"), help="folder to fill")
+    add("--vocab-size", type=int, default=8192)
+    add("--shard-tokens", type=int, default=1_000_000)
+    add("--val-fraction", type=float, default=0.05)
+    add("--max-bytes", type=int, help="stop before the document that exceeds this")
     options = vars(parser.parse_args(arguments))
-    paths, out = options.pop("paths"), options.pop("out")
     started = time.perf_counter()
     try:
-        meta = prepare(paths, out, DataConfig(**options))
+        meta = prepare(**options)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(f"{out}: {_summary(meta)} in {time.perf_counter() - started:.1f} s")
-    return 0
-
-
-def _summary(meta: dict[str, Any]) -> str:
     train, val = (
         sum(n for name, n in meta["shards"].items() if f"_{split}_" in name)
         for split in ("train", "val")
     )
-    size = f"{meta['num_bytes'] / 1e6:.1f} MB, {meta['num_skipped']} skipped"
-    return (
-        f"{len(meta['shards'])} shards, {train:,} train and {val:,} val tokens, "
-        f"vocabulary {meta['vocab_size']:,}, from {meta['num_documents']:,} documents ({size})"
+    print(
+        f"{options['out']}: {len(meta['shards'])} shards, {train:,} train and {val:,} val tokens, "
+        f"vocabulary {meta['vocab_size']:,}, from {meta['num_documents']:,} documents in "
+        f"{time.perf_counter() - started:.1f} s"
     )
+    return 0
 
 
 if __name__ == "__main__":

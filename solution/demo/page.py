@@ -2,8 +2,7 @@
 
     python -m solution.demo.page outputs/demo/results.json outputs/demo/index.html
 
-`page.html.jinja` is the page, and draws the charts as SVG. Parts whose data is not there (no trace
-was recorded) are left out.
+`page.html.jinja` is the page, and draws the charts as SVG.
 """
 
 import argparse
@@ -15,7 +14,6 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from solution.measure.intervals import length, merged
 from solution.measure.trace import listed
 
 TEMPLATE = Path(__file__).with_name("page.html.jinja")
@@ -25,17 +23,12 @@ WIDTH, HEIGHT = 360, 200  # of a chart of curves
 def render(found: Mapping[str, Any]) -> str:
     """Return the whole page; `solution.demo.results` describes the argument."""
     runs = found["runs"]
-    recorded = [run for run in runs if run["timeline"]]
     options: Any = {"autoescape": True, "trim_blocks": True, "undefined": StrictUndefined}
     environment = Environment(loader=FileSystemLoader(TEMPLATE.parent), **options)
-    environment.filters["merged"] = merged
     return environment.get_template(TEMPLATE.name).render(
         found,
         losses=_points(runs, "losses", float),
         differences=_points(runs, "differences", _logarithm(runs)),
-        recorded=recorded,
-        longest_us=max((r["duration_us"] for run in recorded for r in run["timeline"]), default=0),
-        hidden=_hidden,
         listed=listed,
         mib=2**20,
         width=WIDTH,
@@ -58,14 +51,6 @@ def _logarithm(runs: Sequence[Any]) -> Callable[[float], float]:
     """Return log10, with no difference on the floor: below the smallest that there is."""
     floor = min((x for run in runs for x in run["differences"] if x), default=1e-9) / 2
     return lambda value: math.log10(max(value, floor))
-
-
-def _hidden(run: Mapping[str, Any]) -> str:
-    """Say how much of the communication of a recorded step was beside computation."""
-    sent, both = (
-        sum(length(rank[lane]) for rank in run["timeline"]) for lane in ("communication", "overlap")
-    )
-    return f"{100 * both / sent:.0f} % of the communication hidden" if sent else "no traffic"
 
 
 def draw(results: Path, page: Path) -> None:

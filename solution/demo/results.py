@@ -11,21 +11,16 @@ from typing import Any
 import torch
 
 from solution.config import GPT2Config
-from solution.data.prepare import read_meta
+from solution.data.prepare import vocabulary_of
 from solution.demo.runs import GLOBAL_BATCH, PRESET, RUNS, SEQUENCE_LENGTH, Run
-from solution.measure.trace import step_lanes
-from solution.measure.trace_file import read_trace
 from solution.models import families
 
 MARGIN = 10.0  # between two right runs that differ in rounding, the control being one such pair
-FINEST = 1500  # parts of a step: gaps below one such part are not drawn
 
 
 def gather(out: Path) -> dict[str, Any]:
     """Return all of it but the checks and the seconds."""
-    meta = read_meta(out / "data")
-    assert meta is not None  # `prepare` has written it
-    config = GPT2Config.preset(PRESET, vocab_size=meta["vocab_size"])
+    config = GPT2Config.preset(PRESET, vocab_size=vocabulary_of(out / "data"))
     with torch.device("meta"):
         blocks = families.build(config).blocks
     of_blocks = sum(parameter.nbytes for parameter in blocks.parameters())
@@ -45,7 +40,6 @@ def gather(out: Path) -> dict[str, Any]:
 def _gather_run(run: Run, of_blocks: int, out: Path) -> dict[str, Any]:
     """Return one run; `of_blocks` are the bytes of the blocks' parameters."""
     summaries, division = run.summaries(out), run.division
-    traces = sorted(run.traces(out).rglob("rank*_trace.json"))
     passes = GLOBAL_BATCH // (run.micro_batch * run.num_ranks)
 
     def differences(key: str) -> list[float]:
@@ -66,7 +60,6 @@ def _gather_run(run: Run, of_blocks: int, out: Path) -> dict[str, Any]:
             "theory_bytes": division.sent_bytes(summaries[0]["parameter_bytes"], of_blocks, passes),
             "reason": division.reason,
         },
-        "timeline": [step_lanes(read_trace(path))[-1].from_begin(FINEST) for path in traces],
         "weights": summaries[0]["weights_sha256"],
     }
 

@@ -3,7 +3,6 @@
 import argparse
 import json
 import os
-import re
 import shlex
 import shutil
 import signal
@@ -14,8 +13,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
-
-from solution.measure.recording import WARM_UP
 
 GLOBAL_BATCH, MICRO_BATCH, SEQUENCE_LENGTH = 16, 4, 128
 PRESET = "tiny"
@@ -44,10 +41,6 @@ class Run:
     folder: str = "runs"  # below the demo's
     is_killed: bool = False  # once, and started anew
     micro_batch: int = MICRO_BATCH
-
-    def traces(self, out: Path) -> Path:
-        """Return the folder of its recorded step."""
-        return out / "traces" / re.sub(r"\W+", "-", self.title.lower())
 
     def command(self, shared: Sequence[str], out: Path) -> list[str]:
         """Return the command line, `torchrun` on a free port of the loopback for several ranks."""
@@ -111,7 +104,7 @@ def train(run: Run, flags: argparse.Namespace) -> None:
     Raises:
         subprocess.CalledProcessError: it failed, and has said why.
     """
-    folder, traces = flags.out / run.folder, run.traces(flags.out)
+    folder = flags.out / run.folder
     settings = {  # a run's own flags come later, and win
         "data": flags.out / "data",
         "preset": PRESET,
@@ -130,9 +123,6 @@ def train(run: Run, flags: argparse.Namespace) -> None:
         shutil.rmtree(folder, ignore_errors=True)  # an earlier demo's saves are of a finished run
         folder.mkdir(parents=True)
         settings |= {"checkpoint-dir": folder / "saved", "save-every": max(1, flags.steps // 6)}
-    elif flags.steps > WARM_UP:  # one that is killed would find the traces of its first start
-        shutil.rmtree(traces, ignore_errors=True)
-        settings |= {"profile-steps": 1, "traces": traces}
     shared = [word for key, value in settings.items() for word in (f"--{key}", str(value))]
     command = run.command(shared, flags.out)
     print(f"\n$ {shlex.join(['python', *command[1:]])}", flush=True)

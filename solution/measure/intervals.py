@@ -11,8 +11,8 @@ from operator import itemgetter
 Intervals = list[tuple[float, float]]
 
 
-def merged(intervals: Iterable[tuple[float, float]], *, gap: float = 0.0) -> Intervals:
-    """Return the union of intervals in any order; neighbours at most `gap` apart become one.
+def merged(intervals: Iterable[tuple[float, float]]) -> Intervals:
+    """Return the union of intervals in any order.
 
     >>> merged([(4, 6), (0, 2), (1, 3), (6, 7), (9, 9)])
     [(0, 3), (4, 7)]
@@ -21,7 +21,7 @@ def merged(intervals: Iterable[tuple[float, float]], *, gap: float = 0.0) -> Int
     for begin, end in sorted(intervals):
         if begin >= end:
             continue
-        if union and begin - union[-1][1] <= gap:
+        if union and begin <= union[-1][1]:
             union[-1] = (union[-1][0], max(union[-1][1], end))
         else:
             union.append((begin, end))

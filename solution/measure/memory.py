@@ -1,7 +1,7 @@
 """Memory of a training step: predicted before anything is allocated, and measured.
 
 `Ledger` is the accountant: a dispatch mode that sees what each operator returns. A new storage is
-booked under the name that the phase gives to new storages, and a weak reference takes it off the
+booked under the name that new storages have at the moment, and a weak reference takes it off the
 books when the last tensor on it goes. So views cost nothing, and an output that nobody keeps is
 gone at once. It works on real tensors and on fake ones (`torch._subclasses.FakeTensorMode`), which
 have sizes and no memory.
@@ -21,6 +21,7 @@ Measured are a step (`measured_step`), a process's peak (`peak_memory_bytes`) an
 """
 
 import copy
+import re
 import resource
 import sys
 import weakref
@@ -44,24 +45,18 @@ MAX_HISTORY = 100_000  # events, a ring of some 50 MB: unbounded histories are g
 
 
 class Ledger(TorchDispatchMode):
-    """The books of all live storages while it is entered: bytes by name."""
+    """The books of all live storages while it is entered: bytes by name, and the most in all.
+
+    New storages are booked under `new_name`.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # unannotated in torch
         self.live: Counter[str] = Counter()
-        self.peaks: dict[str, dict[str, int]] = {}  # by phase: at the moment when most was alive
-        self.ends: dict[str, dict[str, int]] = {}  # by phase: when it was over
-        self._phase = self._new_name = ""
+        self.peak = 0
+        self.new_name = ""
         # Storage's address -> name, bytes, and the reference whose callback takes it off the books.
         self._booked: dict[int, tuple[str, int, weakref.ref[Any]]] = {}
-
-    @contextmanager
-    def phase(self, name: str, *, new: str) -> Iterator[None]:
-        """Within the block, book new storages under `new` and keep the peak of `name`."""
-        self._phase, self._new_name, self.peaks[name] = name, new, {}
-        self._note_peak()
-        yield
-        self._phase, self.ends[name] = "", dict(self.live)
 
     def own(self, name: str, tensors: Iterable[torch.Tensor]) -> None:
         """Book the storages of `tensors` under `name`, under whatever name they were before."""
@@ -75,7 +70,7 @@ class Ledger(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
             if isinstance(leaf, torch.Tensor):
-                self._book(leaf, self._new_name, moves=False)
+                self._book(leaf, self.new_name, moves=False)
         self._note_peak()
         return out
 
@@ -96,8 +91,7 @@ class Ledger(TorchDispatchMode):
         self.live[name] -= num_bytes
 
     def _note_peak(self) -> None:
-        if self._phase and self.live.total() > sum(self.peaks[self._phase].values()):
-            self.peaks[self._phase] = {name: size for name, size in self.live.items() if size}
+        self.peak = max(self.peak, self.live.total())
 
 
 @dataclass(frozen=True)
@@ -105,13 +99,8 @@ class Prediction:
     """Bytes of one training step."""
 
     terms: dict[str, int]  # parameters, buffers, gradients, optimizer, activations, when complete
-    peaks: dict[str, dict[str, int]]  # by phase (forward, backward, update), as in the `Ledger`
+    peak_bytes: int  # at the highest moment of the step
     after_step: int  # what is alive between steps
-
-    @property
-    def peak_bytes(self) -> int:
-        """Return the bytes at the highest moment of the step."""
-        return max(sum(peak.values()) for peak in self.peaks.values())
 
 
 def memory_estimate(model: nn.Module, *, batch_size: int, sequence_length: int) -> dict[str, int]:
@@ -143,7 +132,7 @@ def predict(
     make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] = torch.optim.AdamW,
     dtype: torch.dtype = torch.float32,
 ) -> Prediction:
-    """Return what `memory_estimate` does, by term and phase.
+    """Return what `memory_estimate` does, for any optimizer and dtype.
 
     `make_optimizer` is given the trainable parameters; `dtype` is that of matrix products in the
     forward.
@@ -177,18 +166,17 @@ def predict(
                 lambda taken: ledger.own("gradients", [cast(torch.Tensor, taken.grad)])
             )
         with ledger:
-            with ledger.phase("forward", new="activations"):
-                loss = training_loss(twin, ids, dtype)
-            with ledger.phase("backward", new="temporaries"):
-                loss.backward()
-            with ledger.phase("update", new="temporaries"):
-                optimizer.step()
+            ledger.new_name = "activations"
+            loss = training_loss(twin, ids, dtype)
+            terms = {"activations": ledger.live["activations"]}
+            ledger.new_name = "temporaries"
+            loss.backward()
+            terms["gradients"] = ledger.live["gradients"]
+            optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             del loss
-        terms = {name: ledger.live[name] for name in ("parameters", "buffers", "optimizer")}
-        terms["gradients"] = ledger.ends["backward"].get("gradients", 0)
-        terms["activations"] = ledger.ends["forward"].get("activations", 0)
-        return Prediction(terms, ledger.peaks, ledger.live.total())
+        terms |= {name: ledger.live[name] for name in ("parameters", "buffers", "optimizer")}
+        return Prediction(terms, ledger.peak, ledger.live.total())
 
 
 def fake_twin(model: nn.Module, *, device: str | None = None) -> nn.Module:
@@ -287,14 +275,9 @@ def peak_memory_bytes(device: torch.device) -> int:
     # kernel's own line does not.
     unit = 1 if sys.platform == "darwin" else 1024
     peak = unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return kernel_bytes("/proc/self/status", "VmHWM") or peak
-
-
-def kernel_bytes(path: str, key: str) -> int | None:
-    """Return what the kernel says of `key`, which it counts in kB; None on other systems."""
-    lines = Path(path).read_text().splitlines() if Path(path).exists() else []
-    found = (line.split()[1] for line in lines if line.startswith(f"{key}:"))
-    return next((int(number) * 1024 for number in found), None)
+    status = Path("/proc/self/status")
+    found = re.search(r"VmHWM:\s*(\d+) kB", status.read_text() if status.exists() else "")
+    return 1024 * int(found[1]) if found else peak
 
 
 @contextmanager

@@ -18,40 +18,33 @@ from torch.profiler import ProfilerActivity, _KinetoProfile, record_function
 WARM_UP = 3
 
 
-class ShortRunError(RuntimeError):
-    """There are fewer steps left than were to be recorded."""
-
-
 class Recording:
-    """The profiler over `num_steps` steps of one rank, perhaps none.
+    """The profiler over `num_steps` steps of one rank, perhaps none; `num_left` are to be taken.
 
     Attributes:
         path: of this rank's trace, in a folder that is made when it is written.
-        is_written: whether it is there.
 
     Raises:
-        ValueError: there are traces in `folder` already, of any rank.
+        ValueError: there are traces in `folder` already, of any rank; or too few steps to take.
     """
 
-    def __init__(self, folder: Path, rank: int, num_steps: int, device: torch.device) -> None:
+    def __init__(
+        self, folder: Path, rank: int, num_steps: int, num_left: int, device: torch.device
+    ) -> None:
         self.path = folder / f"rank{rank}_trace.json"
         self.num_steps = num_steps
-        self.is_written = False
         self._taken = 0
         self._device = device
         kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
         self._profiler = _KinetoProfile(activities=kinds, record_shapes=True, profile_memory=True)
         if num_steps:
             require_free(folder, "rank*_trace.json*")
-
-    def require(self, num_left: int) -> None:
-        """Raise a ShortRunError unless so many steps suffice for those to be recorded."""
-        if self.num_steps and num_left < WARM_UP + self.num_steps:
-            raise ShortRunError(
-                f"expected at least {WARM_UP + self.num_steps} steps to record {self.num_steps} "
-                f"after {WARM_UP} of warm-up, got {num_left} that are left; ask for more steps or "
-                "fewer profile_steps"
-            )
+            if num_left < WARM_UP + num_steps:
+                raise ValueError(
+                    f"expected at least {WARM_UP + num_steps} steps to record {num_steps} after "
+                    f"{WARM_UP} of warm-up, got {num_left}; ask for more steps or fewer "
+                    "profile_steps"
+                )
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
@@ -79,7 +72,6 @@ class Recording:
             partial = self.path.with_name(f".{self.path.name}.partial")
             self._profiler.export_chrome_trace(str(partial))
             partial.replace(self.path)
-            self.is_written = True
             del self._profiler  # and its events, which are many
 
 

@@ -14,7 +14,7 @@ before the `except` block is left.
 import gc
 import statistics
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -27,16 +27,6 @@ DRIFT = 0.10  # between the halves of the timed steps, beyond which they were no
 
 Step = Callable[[], Any]
 Clock = Callable[[], float]
-
-
-class PeakMemory(Protocol):
-    """The memory counter of a sweep."""
-
-    def reset_peak(self) -> None:
-        """Begin anew: the peak is what is in use now."""
-
-    def peak_bytes(self) -> int:
-        """The most in use since then."""
 
 
 def measure_throughput(
@@ -116,14 +106,15 @@ def sweep_batch_sizes(
     batch_sizes: Sequence[int],
     sequence_length: int,
     clock: Clock,
-    memory: PeakMemory,
+    memory: Any,
     num_steps: int = 20,
 ) -> list[dict[str, Any]]:
     """Return throughput and peak memory by batch size: one row each, in the order given.
 
     Args:
         build: from a batch size, in sequences, to a step that owns its model and optimizer.
-        memory: whose peak is reported; of the steps, not of the building.
+        memory: whose peak is reported, of the steps, not of the building: `reset_peak()` begins
+            anew with what is in use now, and `peak_bytes()` is the most since then.
         clock, num_steps: as for `measure_throughput`.
 
     Returns:

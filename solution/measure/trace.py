@@ -27,8 +27,7 @@ import math
 import re
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from os import PathLike
 from typing import Any
 
@@ -39,7 +38,6 @@ from solution.measure.trace_file import Span, Trace, TraceError, read_trace
 STEP, UPDATE, GLOO = "ProfilerStep#", "Optimizer.step#", "gloo:"
 COLLECTIVES = ("c10d", "_c10d_functional")  # namespaces of operators
 WRAPPERS = ("autograd", "torch", *COLLECTIVES)  # only call other operators, or communicate
-LANES = ("compute", "communication", "overlap", "exposed")
 # Longer words first: "allreduce" is no "reduce".
 KINDS = {
     "allreduce": "all_reduce",
@@ -61,40 +59,6 @@ ITEM_BYTES = {
 }
 
 
-@dataclass(frozen=True)
-class Lanes:
-    """One step of one rank as sets of time; microseconds on the clock of the trace."""
-
-    rank: int
-    step: int  # N of ProfilerStep#N
-    optimizer_steps: int  # updates that begin in it
-    begin: float
-    end: float
-    of: dict[str, Intervals]  # for each of `LANES`
-
-    def times(self) -> dict[str, float]:
-        """Return the contract's times of a step, in microseconds."""
-        duration = self.end - self.begin
-        covered = {f"{lane}_us": length(spans) for lane, spans in self.of.items()}
-        idle = duration - covered["compute_us"] - covered["exposed_us"]
-        return {"duration_us": duration, **covered, "idle_us": idle}
-
-    def from_begin(self, finest: float = math.inf) -> dict[str, Any]:
-        """Return rank, step, `duration_us` and lanes for JSON, counted from the step's begin.
-
-        Gaps of at most one of `finest` parts of the step are closed.
-        """
-        lanes = {
-            lane: merged(
-                ((begin - self.begin, end - self.begin) for begin, end in spans),
-                gap=(self.end - self.begin) / finest,
-            )
-            for lane, spans in self.of.items()
-        }
-        duration = self.end - self.begin
-        return {"rank": self.rank, "step": self.step, "duration_us": duration, **lanes}
-
-
 def summarize_trace(path: str | PathLike[str]) -> dict[str, Any]:
     """Return the summary of one rank's trace, with the keys of the contract.
 
@@ -105,35 +69,46 @@ def summarize_trace(path: str | PathLike[str]) -> dict[str, Any]:
         TraceError: a ValueError: missing, empty, cut off, foreign, or without a recorded step.
     """
     trace = read_trace(path)
-    return summarize(trace, step_lanes(trace))
-
-
-def summarize(trace: Trace, lanes: list[Lanes]) -> dict[str, Any]:
-    """As `summarize_trace`, of a trace that has been read and cut into steps."""
-    times = [step.times() for step in lanes]
-    total = {name: sum(one[name] for one in times) for name in times[0]}
+    marks, updates, ends = _steps(trace)
+    compute, communication = _computation_and_communication(trace)
+    steps, total, previous = [], Counter[str](), float("-inf")
+    for mark, num_updates, end in zip(marks, updates, ends, strict=True):
+        begin = max(mark.begin, previous)
+        end = previous = max(begin, end)
+        own, sent = clipped(compute, begin, end), clipped(communication, begin, end)
+        exposed = length(difference(sent, own))
+        times = {
+            "duration_us": end - begin,
+            "compute_us": length(own),
+            "communication_us": length(sent),
+            "overlap_us": length(intersection(own, sent)),
+            "exposed_us": exposed,
+            "idle_us": end - begin - length(own) - exposed,
+        }
+        total.update(times)  # type: ignore[arg-type]  # a Counter adds floats as well
+        number = int(mark.name.removeprefix(STEP))
+        steps.append({"step": number, "optimizer_steps": num_updates, **_with_fraction(times)})
     return {
         "device": trace.device,
         "rank": trace.rank,
         "world_size": trace.world_size,
-        "steps": [
-            {"step": step.step, "optimizer_steps": step.optimizer_steps, **_with_fraction(one)}
-            for step, one in zip(lanes, times, strict=True)
-        ],
-        "total": _with_fraction(total),
-        "collectives": collectives_between(trace, lanes[0].begin, lanes[-1].end),
+        "steps": steps,
+        "total": _with_fraction(dict(total)),
+        "collectives": collectives_between(trace, marks[0].begin, previous),
         "peak_memory_bytes": max((size for _, size in trace.device_memory), default=None),
     }
 
 
-def _with_fraction(times: dict[str, float]) -> dict[str, Any]:
+def _with_fraction(times: Mapping[str, float]) -> dict[str, Any]:
     """Add the fraction of the communication that was hidden; None where there is none."""
     sent = times["communication_us"]
     return {**times, "overlap_fraction": float(times["overlap_us"] / sent) if sent else None}
 
 
-def step_lanes(trace: Trace) -> list[Lanes]:
-    """Return the recorded steps, in order.
+def _steps(trace: Trace) -> tuple[list[Span], list[int], list[float]]:
+    """Return the marks of the recorded steps, the updates that begin in each, and their ends.
+
+    A step ends with the last kernel that was launched in it.
 
     Raises:
         TraceError: there is none.
@@ -154,21 +129,12 @@ def step_lanes(trace: Trace) -> list[Lanes]:
         return index if index >= 0 and moment <= marks[index].end else None
 
     updates = Counter(holder(n.begin) for n in trace.annotations if n.name.startswith(UPDATE))
-    last_kernel: dict[int | None, float] = defaultdict(lambda: float("-inf"))
+    ends = [mark.end for mark in marks]
     for kernel in trace.kernels:
         index = holder(trace.launches.get(kernel.args.get("correlation")))
-        last_kernel[index] = max(last_kernel[index], kernel.end)
-    compute, communication = _computation_and_communication(trace)
-    lanes, previous = [], float("-inf")
-    for index, mark in enumerate(marks):
-        begin = max(mark.begin, previous)
-        end = previous = max(begin, mark.end, last_kernel[index])
-        own, sent = clipped(compute, begin, end), clipped(communication, begin, end)
-        sets = (own, sent, intersection(own, sent), difference(sent, own))
-        of = dict(zip(LANES, sets, strict=True))
-        number = int(mark.name.removeprefix(STEP))
-        lanes.append(Lanes(trace.rank, number, updates[index], begin, end, of))
-    return lanes
+        if index is not None:
+            ends[index] = max(ends[index], kernel.end)
+    return marks, [updates[index] for index in range(len(marks))], ends
 
 
 def _computation_and_communication(trace: Trace) -> tuple[Intervals, Intervals]:

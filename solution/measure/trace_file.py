@@ -1,15 +1,14 @@
 """Read a profiler trace: Chrome's JSON as torch.profiler writes it, plain or gzipped.
 
-The JSON decoder hands over each event as soon as it is parsed, and only what an analysis needs is
-kept. So a trace of 100 MB costs its text and some tens of MB; `json.load` alone keeps ten dicts of
-every event.
-
     kept         events (ph, cat)
     operators    X, cpu_op              name, begin, end, thread
     annotations  X, user_annotation     likewise; ProfilerStep#N, Optimizer.step#*, gloo:*
     kernels      X, kernel, gpu_memcpy, gpu_memset
     launches     X, cuda_runtime, cuda_driver         when the host launched which kernel
     memory       i, cpu_instant_event, [memory]       bytes allocated in total, by device
+
+Only what an analysis needs is kept, and dropped from the JSON as soon as an event is parsed: an
+object for each event of a trace of 100 MB would take ten times as much.
 
 Times are microseconds on the clock of the trace. `gpu_user_annotation` is left out: it repeats the
 host's annotations on the device's time line.
@@ -68,21 +67,11 @@ class Trace:
         is_gpu = self.device == "cuda"
         return [(at, size) for at, device_type, size in self.memory if device_type == is_gpu]
 
-    def take(self, value: dict[str, Any]) -> dict[str, Any] | None:
+    def take(self, event: dict[str, Any]) -> dict[str, Any] | None:
         """Keep what an analysis needs of an event and drop it; return other objects unchanged."""
-        if "ph" not in value:
-            return value  # not an event: the arguments of one, or metadata of the file
+        if "ph" not in event:
+            return event  # not an event: the arguments of one, or metadata of the file
         self.num_events += 1
-        try:
-            self._take_event(value)
-        except (KeyError, TypeError, AttributeError) as error:
-            raise TraceError(
-                f"{self.path}: expected events of torch.profiler, got number {self.num_events} "
-                f"without {error}: {str(value)[:120]}; this trace comes from another tool"
-            ) from None
-        return None
-
-    def _take_event(self, event: dict[str, Any]) -> None:
         category, args = event.get("cat"), event.get("args", {})
         if event["ph"] == "i":
             if event.get("name") == "[memory]":
@@ -99,35 +88,35 @@ class Trace:
             elif not name.startswith(COLLECTIVE_MARKS):
                 args = {}
             spans.append(Span(name, begin, begin + event.get("dur", 0), thread, args))
+        return None
 
 
 def read_trace(path: str | PathLike[str]) -> Trace:
-    """Return the trace in a file.
+    """Return the trace in a file; gzip is recognised by its first bytes, not by the name.
 
     Raises:
         TraceError: the file is missing, empty, cut off, no JSON, or not of torch.profiler.
     """
     trace = Trace(Path(path))
-    text = _text(trace.path)
-    start = text.lstrip()[:20]
-    if start[:1] != "{":
-        raise TraceError(
-            f"{path}: expected a JSON object with traceEvents, got {start!r}...; give a file that "
-            "torch.profiler's `export_chrome_trace` wrote"
-        )
     try:
-        whole = json.loads(text, object_hook=trace.take)
-    except json.JSONDecodeError as error:
+        data = trace.path.read_bytes()
+        if data[:2] == b"\x1f\x8b":
+            data = gzip.decompress(data)
+        whole = json.loads(data, object_hook=trace.take)
+    except (OSError, EOFError, zlib.error, ValueError) as error:
         raise TraceError(
-            f"{path}: expected JSON to its end, got none at character {error.pos:,} of "
-            f"{len(text):,}, after {trace.num_events:,} events: "
-            f"{text[error.pos : error.pos + 30]!r}; the file is cut off or damaged, probably by a "
-            "run that was killed: record it again"
+            f"{path}: expected the whole JSON of a trace, got {error}; what is cut off or damaged "
+            "was probably written by a run that was killed: record it again"
         ) from None
-    if not trace.num_events:
+    except (KeyError, TypeError, AttributeError) as error:
         raise TraceError(
-            f"{path}: expected traceEvents of torch.profiler, got none; export the trace with "
-            "`export_chrome_trace` after at least one recorded step"
+            f"{path}: expected events of torch.profiler, got number {trace.num_events} without "
+            f"{error}; this trace comes from another tool"
+        ) from None
+    if not trace.num_events or not isinstance(whole, dict):
+        raise TraceError(
+            f"{path}: expected a JSON object with traceEvents of torch.profiler, got none; export "
+            "the trace with `export_chrome_trace` after at least one recorded step"
         )
     info = whole.get("distributedInfo")
     if isinstance(info, dict):
@@ -136,27 +125,3 @@ def read_trace(path: str | PathLike[str]) -> Trace:
         spans.sort(key=lambda span: span.begin)
     trace.memory.sort()
     return trace
-
-
-def _text(path: Path) -> str:
-    """Return the whole text; gzip is recognised by its first bytes, not by the name."""
-    try:
-        data = path.read_bytes()
-        if data[:2] == b"\x1f\x8b":
-            data = gzip.decompress(data)
-        text = data.decode()
-    except OSError as error:  # includes gzip's own errors
-        raise TraceError(
-            f"{path}: expected a trace, got {error.strerror or error}; see what was recorded with "
-            "`ls`, or record it again with --profile"
-        ) from None
-    except (EOFError, zlib.error):
-        raise TraceError(
-            f"{path}: expected a whole gzip file, got one that ends early; the run that wrote it "
-            "was probably killed, record it again"
-        ) from None
-    except UnicodeDecodeError as error:
-        raise TraceError(f"{path}: expected JSON, got bytes that are no text ({error})") from None
-    if not text.strip():
-        raise TraceError(f"{path}: expected a trace, got an empty file; record it again")
-    return text

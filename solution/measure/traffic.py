@@ -43,21 +43,10 @@ class Traffic(TorchDispatchMode):
         self._num_asked = 0
         self._asked: tuple[int, str] | None = None
 
-    def of(self, *dtypes: torch.dtype) -> list[Collective]:
-        """Return the collectives of these dtypes, or of all."""
-        return [one for one in self.collectives if not dtypes or one.dtype in dtypes]
-
-    def count(self, *dtypes: torch.dtype) -> int:
-        """Return how many operators there were, of all dtypes or of these."""
-        return len(self.of(*dtypes))
-
-    def num_bytes(self, *dtypes: torch.dtype) -> int:
-        """Return their payload, of all dtypes or of these."""
-        return sum(one.num_bytes for one in self.of(*dtypes))
-
     def by_kind(self, *dtypes: torch.dtype) -> dict[str, dict[str, Any]]:
-        """Return `tally` of the collectives, of all dtypes or of these."""
-        return tally((one.name, one.num_bytes, one.asked) for one in self.of(*dtypes))
+        """Return `tally` of the collectives of these dtypes."""
+        chosen = [one for one in self.collectives if one.dtype in dtypes]
+        return tally((one.name, one.num_bytes, one.asked) for one in chosen)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from torch import nn
 
 from solution.attention import unavailable
 from solution.config import require_positive
+from solution.console import say
 from solution.data.shards import write_atomically
 from solution.measure.memory import Prediction, predict
 from solution.models import families
@@ -49,43 +49,43 @@ class Workload:
     def __init__(self, flags: argparse.Namespace, *, is_run: bool = True) -> None:
         given = {name: value for name, value in vars(flags).items() if name in SETTINGS}
         preset = "debug" if given.get("model") == "llama" else "small"
-        self.settings = settings = TrainConfig(**{"preset": preset} | given)
-        names = ("attention", "activation_checkpointing")
-        self._options = {name: getattr(settings, name) for name in names}
+        settings = TrainConfig(**{"preset": preset} | given)
         self.batch_size = require_positive("batch_size", flags.batch_size)
         self.config = settings.model_config(vocab_size=settings.vocab_size)
         self.length = settings.sequence_length or min(1024, self.config.max_sequence_length)
         self.dtype = settings.dtype
         self.num_parameters = families.parameter_count(self.config)
-        has_gpu = torch.cuda.is_available()
-        if settings.device == "cuda" and is_run and not has_gpu:
+        kind, has_gpu = settings.device, torch.cuda.is_available()
+        if kind == "auto":
+            kind = "cuda" if has_gpu else "cpu"
+        if is_run and kind == "cuda" and not has_gpu:
             raise ValueError("expected a GPU for --device cuda, found none; predictions need none")
-        kind = ("cuda" if has_gpu else "cpu") if settings.device == "auto" else settings.device
-        self.device = torch.device(kind)
         if is_run and (reason := unavailable(settings.attention, kind)):
             raise ValueError(f"expected an attention that runs on {kind}: {reason}")
-
-    @property
-    def title(self) -> str:
-        """Return what the step is, in a line."""
-        given = self.settings
-        return (
-            f"{given.model} {given.preset}: {self.num_parameters:,} parameters, "
-            f"{self.batch_size} x {self.length} tokens, AdamW, {given.precision}, "
-            f"{given.attention}, checkpointing {given.activation_checkpointing}, {self.device.type}"
+        self.device = torch.device(kind)
+        self._build = partial(
+            families.build,
+            self.config,
+            attention=settings.attention,
+            activation_checkpointing=settings.activation_checkpointing,
+        )
+        self.title = (
+            f"{settings.model} {settings.preset}: {self.num_parameters:,} parameters, "
+            f"{self.batch_size} x {self.length} tokens, AdamW, {settings.precision}, "
+            f"{settings.attention}, checkpointing {settings.activation_checkpointing}, {kind}"
         )
 
     def build(self, batch_size: int) -> tuple[nn.Module, torch.Tensor]:
         """Return a model of random weights, and ids `[batch_size, length]`, on the device."""
         torch.manual_seed(0)
         with torch.device(self.device):
-            model = families.build(self.config, **self._options)
-            return model, torch.randint(self.config.vocab_size, (batch_size, self.length))
+            ids = torch.randint(self.config.vocab_size, (batch_size, self.length))
+            return self._build(), ids
 
     def shape(self) -> nn.Module:
         """Return the model without memory, on the device `meta`."""
         with torch.device("meta"):
-            return families.build(self.config, **self._options)
+            return self._build()
 
     def predict(self, batch_size: int) -> Prediction:
         """Return what a step takes, without its memory."""
@@ -102,6 +102,5 @@ class Workload:
 def keep(path: Path, record: dict[str, Any]) -> None:
     """Write a record as JSON, and say where."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    said = "replaced" if path.exists() else "written"
     write_atomically(path, json.dumps(record, indent=2).encode() + b"\n")
-    sys.stdout.write(f"{said}: {path.resolve()}\n")
+    say(f"written: {path.resolve()}")

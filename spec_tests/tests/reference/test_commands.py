@@ -48,8 +48,7 @@ def count_of(words):
 
 
 def test_memory_of_the_examples(in_rank, tmp_path):
-    room = ("--device-memory-gib", "100", "--batch-size", "1")
-    extra = ("--no-measure", "--device", "cpu", "--out", str(tmp_path), *room)
+    extra = ("--no-measure", "--device", "cpu", "--out", str(tmp_path), "--batch-size", "1")
     said = in_rank(said_by_examples, "memory_analysis", {}, extra)
 
     assert len(said) == 2

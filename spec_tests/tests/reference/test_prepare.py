@@ -30,8 +30,7 @@ def contents(folder):
 
 def prepared(texts, out, **changes):
     """What `meta.json` says."""
-    module = solution("data.prepare")
-    return module.prepare([texts], out, module.DataConfig(**{**SETTINGS, **changes}))
+    return solution("data.prepare").prepare([texts], out, **{**SETTINGS, **changes})
 
 
 @on_ranks(1)

@@ -143,9 +143,7 @@ def test_what_cannot_be_recorded_is_refused_before_training(data, tmp_path, flag
 
 def test_the_analysis_says_where_the_time_went(recorded, tmp_path):
     traces = recorded / "traces"
-    diff = ("--diff", "baseline", "ddp_bucketed")
-
-    ended = run("solution.analyze_traces", traces, *diff, "--out", "an", folder=tmp_path)
+    ended = run("solution.analyze_traces", traces, "--out", "an", folder=tmp_path)
 
     lines = ended.out.splitlines()
     assert [line.split()[:3] for line in lines[1:6]] == [
@@ -153,7 +151,6 @@ def test_the_analysis_says_where_the_time_went(recorded, tmp_path):
         *(["ddp_bucketed", str(rank), "2"] for rank in range(2)),
         *(["fsdp_full_shard_torch", str(rank), "2"] for rank in range(2)),
     ]
-    assert any(line.startswith("c10d::allreduce_") for line in lines), "what DDP adds to a baseline"
     found = json.loads((tmp_path / "an" / "traces.json").read_text())
     for ranks in found["setups"].values():
         for rank in ranks:
@@ -193,14 +190,13 @@ def test_what_is_no_run_is_refused(tmp_path):
         "absent": "expected the traces of ranks {0, 1}, once each, got those of [0]; copy the",
         "mixed": "expected the files of one run, got world size, device and steps [(2, 'cpu', [1])",
         "other-steps": "[1]), (2, 'cpu', [1, 2])]; files of different runs lie in one folder",
-        "cut": "rank0_trace.json: expected JSON to its end",
+        "cut": "rank0_trace.json: expected the whole JSON of a trace",
         "none": "expected SETUP/rankN_trace.json, got no such file; record some with",
         "no-folder": "expected SETUP/rankN_trace.json, got no such file; record some with",
     }
-    plain = [[name, "--out", f"out/{name}"] for name in cases]
-    says = [*cases.values(), "expected two of run, got 'lost'"]
+    says = [*cases.values()]
 
-    arguments = json.dumps([*plain, ["whole", "--out", "x", "--diff", "run", "lost"]])
+    arguments = json.dumps([[name, "--out", f"out/{name}"] for name in cases])
     ended = run(PROGRAM, arguments, folder=tmp_path)
 
     lines = [line for line in ended.err.splitlines() if not line.startswith("warning: ")]

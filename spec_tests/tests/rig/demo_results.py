@@ -58,21 +58,5 @@ def _run(number: int, title: str) -> dict[str, Any]:
             "theory_bytes": sent,
             "reason": "P: every gradient once",
         },
-        "timeline": [_timeline(rank, number) for rank in range(ranks)] if number != 1 else [],
         "weights": f"{number:02x}" * 32,
-    }
-
-
-def _timeline(rank: int, number: int) -> dict[str, Any]:
-    compute = [[i * 9000.0, i * 9000.0 + 8000] for i in range(40)]
-    sent = [[i * 30000.0 + 5000, i * 30000.0 + 9500 + 400 * number] for i in range(6, 12)]
-    sent = sent if number > 1 else []
-    return {
-        "rank": rank,
-        "step": 4,
-        "duration_us": 365_000.0 + 4000 * number,
-        "compute": compute,
-        "communication": sent,
-        "overlap": [[begin, begin + 3000] for begin, _ in sent],
-        "exposed": [[begin + 3000, end] for begin, end in sent],
     }
