@@ -89,14 +89,11 @@ class Worlds:
         """A world of `size` ranks that have `target` loaded.
 
         Raises:
-            ValueError: for a size below one or an unknown transport.
+            ValueError: for a size below one.
         """
-        chosen = transport or self.transport
         if size < 1:
             raise ValueError(f"a world has at least one rank, got size {size}")
-        if chosen not in TRANSPORTS:
-            raise ValueError(f"unknown transport {chosen!r}; known: {', '.join(TRANSPORTS)}")
-        return World(self, size, target, chosen)
+        return World(self, size, target, transport or self.transport)
 
     def pool(self, size: int, target: Target | None, transport: str) -> AnyPool:
         """The live pool for this key, started if need be.

@@ -17,26 +17,13 @@ from torch import nn
 from spec_tests import plain
 from spec_tests.rig.ranks.rank import Context
 from spec_tests.rig.ranks.world import Worlds
+from spec_tests.rig.toys import TOYS
 
 FILES = sorted(
     path.stem
     for path in Path(plain.__file__).parent.glob("*.py")
     if path.stem not in ("__init__", "fsdp")  # the latter is used through `fully_shard`
 )
-
-
-class Model(nn.Module):
-    """Two blocks and a head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
-        self.head = nn.Linear(4, 2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
 
 
 def use_of(name: str) -> str:
@@ -47,7 +34,8 @@ def use_of(name: str) -> str:
 
 
 def run_the_use_of(ctx: Context, name: str) -> None:
-    model, q, ids = Model(), torch.randn(1, 2, 5, 4), torch.randint(9, (2, 9))
+    model, x = TOYS["stack"].build(7), TOYS["stack"].batch(7, rank=0)
+    q, ids = torch.randn(1, 2, 5, 4), torch.randint(9, (2, 9))
     header = struct.pack("<3i", 20240520, 1, 100).ljust(1024, b"\0")
     shard = ctx.scratch / f"{ctx.rank}.bin"
     shard.write_bytes(header + struct.pack("<100H", *range(100)))
@@ -59,13 +47,15 @@ def run_the_use_of(ctx: Context, name: str) -> None:
             ),
         ) as profiler:
             for _ in range(3):
-                model(torch.ones(2, 4)).sum().backward()
+                model(x).sum().backward()
                 profiler.step()
         ctx.barrier()
     module = nn.Embedding(9, 9) if name in ("train", "memory") else model
     make = SimpleNamespace(cls=torch.optim.SGD, options={"lr": 0.1})
     make.groups = lambda named: [{"params": [p for _, p in named]}]
-    given = dict.fromkeys(("q", "k", "v", "x", "first", "second", "last"), q) | {
+    given = {
+        **dict.fromkeys(("q", "k", "v"), q),
+        **dict.fromkeys(("x", "first", "second", "last"), x),
         "ids": ids,
         "paths": [shard],
         "time": time,
@@ -75,7 +65,7 @@ def run_the_use_of(ctx: Context, name: str) -> None:
         "optimizer": torch.optim.SGD(module.parameters(), lr=0.1),
         "make_optimizer": make,
         "batches": itertools.repeat((ids[:, :-1], ids[:, 1:])),
-        "step": lambda: model(q).sum().backward(),
+        "step": lambda: model(x).sum().backward(),
         "loss": (lambda m, x: m(x).square().mean()) if name == "trainer" else torch.sum,
     }
     source = import_module(f"spec_tests.plain.{name}")

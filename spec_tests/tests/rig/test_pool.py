@@ -25,54 +25,14 @@ DTYPES = (
 )
 
 
-# ------------------------------------------------------------------------------------- arguments
-
-
-@pytest.mark.parametrize(
-    ("transport", "size"),
-    [*(("gloo", size) for size in (1, 2, 3, 4)), *(("sim", size) for size in (1, 2, 3, 16))],
-)
-def test_ranks_know_who_they_are_and_collectives_add_up(worlds: Worlds, transport, size: int):
-    world = worlds.world(size, transport=transport)
-    assert world.run(bodies.who, word="hello") == [(rank, size, "hello") for rank in range(size)]
-    expected = torch.tensor([1.0, 2.0], dtype=torch.float64) * sum(range(1, size + 1))
-    for total in world.run(bodies.total, [1.0, 2.0]):
-        assert torch.equal(total, expected)
-
-
-@pytest.mark.parametrize(
-    ("size", "transport", "said"),
-    [
-        (0, "gloo", "at least one rank, got size 0"),
-        (-1, "sim", "at least one rank, got size -1"),
-        (2, "telepathy", "unknown transport 'telepathy'; known: gloo, sim, cuda"),
-    ],
-)
-def test_a_world_that_cannot_be_is_refused(worlds: Worlds, size: int, transport: str, said: str):
-    with pytest.raises(ValueError, match=said):
-        worlds.world(size, transport=transport)
-
-
 # --------------------------------------------------------------------------------------- results
 
 
-def echo(ctx: Context, value: object) -> object:
-    return value
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_tensor_comes_back_as_it_went(worlds: Worlds, dtype: torch.dtype):
-    values = torch.arange(6.0).reshape(2, 3)
-    sent = torch.complex(values, -values).to(dtype) if dtype.is_complex else values.to(dtype)
-    for back in worlds.world(2).run(echo, sent):
-        assert (back.dtype, back.shape) == (dtype, sent.shape)
-        assert torch.equal(back.view(torch.uint8), sent.view(torch.uint8))
-
-
-def awkward(ctx: Context) -> dict[str, torch.Tensor]:
+def awkward(ctx: Context | None = None) -> dict[str, torch.Tensor]:
     leaf = torch.arange(6.0).reshape(2, 3)
-    complex_ = torch.complex(leaf, leaf)
+    complex_ = torch.complex(leaf, -leaf)
     return {
+        **{str(t): (complex_ if t.is_complex else leaf).to(t) for t in DTYPES},
         "empty": torch.empty(0, 3, dtype=torch.bfloat16),
         "scalar": torch.tensor(2.5, dtype=torch.bfloat16),
         "transposed": leaf.T,
@@ -85,9 +45,9 @@ def awkward(ctx: Context) -> dict[str, torch.Tensor]:
     }
 
 
-def test_awkward_tensors_keep_shape_and_values(worlds: Worlds):
+def test_a_tensor_of_any_kind_keeps_its_dtype_shape_and_values(worlds: Worlds):
     found = worlds.world(1).run(awkward)[0]
-    for name, expected in awkward(None).items():  # type: ignore[arg-type]  # it uses no context
+    for name, expected in awkward().items():
         torch.testing.assert_close(
             found[name], expected.detach(), rtol=0, atol=0, equal_nan=True, check_stride=False
         )
@@ -158,41 +118,21 @@ def test_the_ranks_of_a_pool_share_a_folder_that_goes_with_it(own: Worlds):
     assert not Path(one[0]).parent.exists()
 
 
-def sum_in_group(ctx: Context, groups: tuple[tuple[int, ...], ...]) -> tuple[float, list[int]]:
-    group = ctx.split(groups)
-    tensor = torch.tensor([2.0**ctx.rank])
-    dist.all_reduce(tensor, group=group)
-    return tensor.item(), dist.get_process_group_ranks(group)
-
-
 def count_groups(ctx: Context) -> int:
     return len(dist.distributed_c10d._world.pg_map)
 
 
-@pytest.mark.parametrize(
-    ("groups", "sums"),
-    [
-        (((0, 1), (2, 3)), [3, 3, 12, 12]),
-        (((0, 2), (1, 3)), [5, 10, 5, 10]),
-        (((0,), (1, 2, 3)), [1, 14, 14, 14]),
-    ],
-    ids=str,
-)
-def test_a_world_can_be_cut_into_groups_that_go_with_the_body(worlds: Worlds, groups, sums):
-    ranks = worlds.world(4).run(sum_in_group, groups)
-    assert [total for total, _ in ranks] == sums
-    mine = [list(next(g for g in groups if rank in g)) for rank in range(4)]
-    assert [members for _, members in ranks] == mine
-    assert ranks.leaks == ()
-    assert worlds.world(4).run(count_groups) == [1] * 4
+GROUPS = ((0,), (1, 2, 3))
 
 
-def sum_over_a_mesh(ctx: Context) -> tuple[list[float], int]:
-    mesh = ctx.mesh((2, 2), ("rows", "columns"))
-    sums = [torch.tensor([2.0**ctx.rank]) for _ in range(2)]
-    for total, group in zip(sums, mesh.get_all_groups(), strict=True):
+def sums_in_groups(ctx: Context) -> tuple[list[float], list[int], int]:
+    """Sums over the rows and columns of a mesh and over GROUPS, whose members follow."""
+    cut = ctx.split(GROUPS)
+    groups = [*ctx.mesh((2, 2), ("rows", "columns")).get_all_groups(), cut]
+    sums = [torch.tensor([2.0**ctx.rank]) for _ in groups]
+    for total, group in zip(sums, groups, strict=True):
         dist.all_reduce(total, group=group)
-    return [total.item() for total in sums], count_groups(ctx)
+    return [*map(float, sums)], dist.get_process_group_ranks(cut), count_groups(ctx)
 
 
 def threads_of_gloo(ctx: Context) -> list[int]:
@@ -202,19 +142,25 @@ def threads_of_gloo(ctx: Context) -> list[int]:
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="threads are read from /proc")
-def test_the_groups_of_a_mesh_go_with_the_body_and_their_threads_too(worlds: Worlds):
+def test_groups_go_with_the_body_and_their_threads_too(worlds: Worlds):
     world = worlds.world(4)
-    ranks = world.run(sum_over_a_mesh)
-    assert [sums for sums, _ in ranks] == [[5, 3], [10, 3], [5, 12], [10, 12]]
-    assert {groups for _, groups in ranks} == {3}
+    ranks = world.run(sums_in_groups)
+    sums = [[5, 3, 1], [10, 3, 14], [5, 12, 14], [10, 12, 14]]
+    assert [found[0] for found in ranks] == sums
+    assert [found[1] for found in ranks] == [[0], *[[1, 2, 3]] * 3]
+    assert {groups for _, _, groups in ranks} == {4}
     assert ranks.leaks == ()
     assert world.run(count_groups) == [1] * 4
     assert world.run(threads_of_gloo) == [[10]] * 4, "the default group's alone, and it gives way"
 
 
+def split_off_one(ctx: Context) -> None:
+    ctx.split(((0,),))
+
+
 def test_a_group_that_leaves_a_rank_out_is_refused_there(worlds: Worlds):
     with pytest.raises(RankRaised, match="rank 1 is in none of the groups"):
-        worlds.world(2).run(sum_in_group, ((0,),))
+        worlds.world(2).run(split_off_one)
 
 
 # ------------------------------------------------------------------------- life and cost of a pool

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import re
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,26 +17,32 @@ import pytest
 from spec_tests import __main__ as command
 from spec_tests.rig import ledger
 from spec_tests.rig.live import Live
-from spec_tests.rig.outcomes import Event, Outcome
+from spec_tests.rig.outcomes import Event, is_complete
 from spec_tests.rig.progress import Progress
 from spec_tests.rig.ranks.errors import DIFFERS
 from spec_tests.rig.report import INCOMPLETE, render_ending
 from spec_tests.rig.report.causes import causes
 from spec_tests.rig.report.diagnosis import FEW_JUDGED, Dictionary, Families, families
-from spec_tests.rig.report.eventlog import EventLog
+from spec_tests.rig.report.eventlog import EventLog, read_log
 from spec_tests.rig.report.text import clip
 from spec_tests.rig.target import PACKAGE_ROOT
 from spec_tests.tests.rig import golden
-from spec_tests.tests.rig.logs import MESSAGE, START, add, log, result
+from spec_tests.tests.rig.helpers import python
+from spec_tests.tests.rig.logs import START, add, log, result
 
 
-def test_the_first_finding_is_told_at_once_and_chapters_as_they_end():
+def test_live_tells_the_first_finding_progress_and_chapters_as_they_end():
     told: list[str] = []
-    live: Any = Live(told.append, is_mixed=False)
-    clauses = [
-        SimpleNamespace(function=clause.test, nodeid=clause.id) for clause in ledger.load_all()[:9]
-    ]
-    live.pytest_collection_finish(SimpleNamespace(items=clauses))
+    said: list[str] = []
+    shown: Any = SimpleNamespace(say=said.append, is_to_end=False, close=lambda: None)
+    live: Any = Live(told.append, is_mixed=False, shown=shown)
+    clauses = ledger.load_all()[:9]
+    items = [SimpleNamespace(function=each.test, nodeid=f"{each.id}[w2]") for each in clauses]
+    live.pytest_collection_finish(SimpleNamespace(items=items))
+    for item in items[:2]:
+        live.pytest_runtest_logstart(item.nodeid)
+        live.pytest_runtest_logfinish(item.nodeid)
+    assert said == [f"{n} of 9 clauses, now {each.id}" for n, each in enumerate(clauses[:2])]
     events = (
         *(result(), result("failed"), result("failed"), result(clause="ddp.a.b")),
         *(result("failed", clause="ddp.a.c", strength="SHOULD"), result(clause="zero1.a.b")),
@@ -50,19 +57,6 @@ def test_the_first_finding_is_told_at_once_and_chapters_as_they_end():
         ("ddp", "FAIL 1, pass 1, SHOULD fails 1"),
         ("zero1", "pass 1"),
     ], "in clauses, however many cases they have"
-
-
-def test_progress_names_the_clause_and_counts_those_that_have_ended():
-    said: list[str] = []
-    shown: Any = SimpleNamespace(say=said.append, is_to_end=False)
-    live: Any = Live(said.append, is_mixed=False, shown=shown)
-    clauses = ledger.load_all()[:2]
-    items = [SimpleNamespace(function=each.test, nodeid=f"{each.id}[w2]") for each in clauses]
-    live.pytest_collection_finish(SimpleNamespace(items=items))
-    for item in items:
-        live.pytest_runtest_logstart(item.nodeid)
-        live.pytest_runtest_logfinish(item.nodeid)
-    assert said == [f"{n} of 2 clauses, now {each.id}" for n, each in enumerate(clauses)]
 
 
 @pytest.mark.parametrize(
@@ -86,20 +80,31 @@ def test_progress_is_one_line_on_a_terminal_and_appended_to_a_file(is_terminal: 
     assert stream.getvalue() == written
 
 
+KILLED = """\
+import os, signal, sys
+from spec_tests.rig.report.eventlog import EventLog, read_log
+from spec_tests.tests.rig.logs import MESSAGE, START, add
+add(EventLog.start(sys.argv[1], **START), "failed", message=MESSAGE)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
 def test_the_ending_of_a_killed_run_is_made_of_its_log(tmp_path: Path, capsys):
-    log = EventLog.start(tmp_path / "events.jsonl", **START)
-    add(log, Outcome.FAILED, message=MESSAGE)
-    log.close()  # as SIGKILL leaves it
+    path = tmp_path / "events.jsonl"
+    assert python("-c", KILLED, str(path)).returncode == -signal.SIGKILL
+    events = read_log(path)
+    assert [event["event"] for event in events] == ["header", "result"]
+    assert not is_complete(events)
     assert command.main(["report", str(tmp_path), "--to", str(tmp_path / "pages")]) == 2
     said = capsys.readouterr().out
     assert INCOMPLETE in said
     assert "summed and not divided" in said
     assert said.endswith(f"report: {tmp_path}/pages/index.html\n")
     assert INCOMPLETE in (tmp_path / "pages" / "index.html").read_text()
-    with EventLog.start(tmp_path / "events.jsonl", **START) as log:
+    with EventLog.start(path, **START) as log:
         add(log)
         log.finish()
-    assert command.main(["report", str(tmp_path / "events.jsonl")]) == 0
+    assert command.main(["report", str(path)]) == 0
     assert command.main(["report", str(tmp_path / "nothing")]) == 2
     assert "nothing" in capsys.readouterr().err
 
@@ -194,6 +199,9 @@ CAUSES: dict[str, list[Event]] = {
     "the kind of a fault is told once, where nothing raised": enough(
         RAISED, SUMMED[0], failed("ddp.a.three", LOST)
     ),
+    "a kind of fault stands at a cause whose clauses speak of it": enough(
+        failed("ddp.a.none", WRONG.replace("summed", "cast")), SUMMED[0]
+    ),
     "what raised is of no kind": enough(RAISED),
     "what differs is of no kind": enough(failed("ddp.a.one", UNSTABLE)),
     "an error of the rig is of no kind": enough(result("error", clause="ddp.a.one")),
@@ -267,12 +275,3 @@ def test_a_message_that_is_cut_keeps_the_frames_of_the_judged_code_and_its_end()
     for limit in (3, 8):
         cut = clip("\n".join(map(str, range(99))), limit).splitlines()
         assert (len(cut), cut[0], cut[-1]) == (limit, "0", "98")
-
-
-@pytest.mark.usefixtures("known")
-def test_a_kind_of_fault_stands_at_a_cause_whose_clauses_speak_of_it():
-    events = enough(
-        failed("ddp.a.none", WRONG.replace("summed", "cast")), failed("ddp.a.one", WRONG)
-    )
-    told = {cause.clauses[0]: cause.families for cause in causes(events, "solution")}
-    assert told == {"ddp.a.none": (), "ddp.a.one": ("wrong-divisor",)}
