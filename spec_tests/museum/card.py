@@ -182,7 +182,8 @@ def near_miss(
                 'a sentence, a blank line, a line "From: ..." and a line "Unseen: ..."'
             )
         seen, unseen = map(_one_line, found.groups())
-        return _of_class(Impostor(id, does, seen, unseen, clauses, outcomes, code), code)
+        _add(Impostor(id, does, seen, unseen, clauses, outcomes, code))
+        return code
 
     return register
 
@@ -192,15 +193,12 @@ def benign(id: str, *, also: tuple[str, ...] = ()) -> Callable[[Kind], Kind]:
 
     Of level `production` those whose ids match `also`: the bases do not promise all of it.
     """
-    return lambda code: _of_class(
-        Impostor(id, _paragraphs(code)[0], "", "", (), code=code, also=also), code
-    )
 
+    def register(code: Kind) -> Kind:
+        _add(Impostor(id, _paragraphs(code)[0], "", "", (), code=code, also=also))
+        return code
 
-def _of_class(card: Impostor, code: Kind) -> Kind:
-    """Add the card, with what the class says of itself."""
-    _add(replace(card, requires=getattr(code, "requires", "")))
-    return code
+    return register
 
 
 def _add(card: Impostor) -> None:

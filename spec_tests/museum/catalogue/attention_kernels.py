@@ -4,27 +4,23 @@ What lies here cannot be seen in PyTorch operations: who writes an element, what
 mask touches, 32 bits of an offset. Where Triton is not installed there is nothing to judge.
 """
 
-from spec_tests.museum.card import Source, near_miss
-from spec_tests.plain.attention import flash_attention
+from spec_tests.museum.card import Source
 
+LAUNCH = Source("solution.attention.triton_launch", requires="triton")
 FORWARD = Source("solution.attention.triton_kernels", requires="triton")
 BACKWARD = Source("solution.attention.triton_backward", requires="triton")
 
 
-@near_miss("attention.kernel-none", rejected_by="attention.forward.launches-a-kernel")
-class KernelNone:
-    """Computes in PyTorch operations, under the kernel's name.
-
-    From: One class returned for both of CS336's adapters.
-    Unseen: The values are right.
-    """
-
-    requires = "triton"
-
-    @classmethod
-    def functions(cls):
-        return {"flash_attention_triton": flash_attention}
-
+LAUNCH.near_miss(
+    "attention.kernel-none",
+    "attention.forward.launches-a-kernel",
+    "- return call(TRITON, q, k, v, causal=causal, scale=scale, return_lse=return_lse)",
+    "+ from solution.attention.flash import TILED",
+    "+ return call(TILED, q, k, v, causal=causal, scale=scale, return_lse=return_lse)",
+    does="Computes in PyTorch operations, under the kernel's name.",
+    seen="One class returned for both of CS336's adapters.",
+    unseen="The values are right.",
+)
 
 FORWARD.near_miss(
     "attention.kernel-tail-into-next-head",
