@@ -25,7 +25,6 @@ from spec_tests.rig.judge import (
     evidence,
     expectations,
     judging,
-    repeat,
     replay,
     runner,
     unreadable_is_a_finding,
@@ -45,9 +44,9 @@ class Run:
 
     `points` is the profile of a course, if one was asked for; `told` is what a report says about
     each clause; `notices` is what differs from what was asked for; `running` is
-    the case that runs; `history` is what the live ranks have seen; `repeats` what was run once
-    more; `failed` has implementations and clauses that they failed; `hung` the hung cases by
-    implementation, clause and subject; `quick` the clauses of a quick run.
+    the case that runs; `replays` is what was tried again; `failed` has implementations and clauses
+    that they failed; `hung` the hung cases by implementation, clause and subject; `quick` the
+    clauses of a quick run.
     """
 
     targets: list[Target]
@@ -61,8 +60,7 @@ class Run:
     told: dict[str, dict[str, Any]] = field(default_factory=dict)
     notices: list[str] = field(default_factory=list)
     running: str = ""
-    history: replay.History = field(default_factory=replay.History)
-    repeats: repeat.Repeats = field(default_factory=repeat.Repeats)
+    replays: replay.Replays = field(default_factory=replay.Replays)
     failed: set[tuple[str, str]] = field(default_factory=set)
     quick: set[str] = field(default_factory=set)
     hung: dict[tuple[str, str, str | None], list[str]] = field(default_factory=dict)
@@ -159,10 +157,7 @@ def _not_offered(item: pytest.Item, run: Run) -> NotOffered | None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
-    """What a clause finds on simulated ranks is replayed on live ones, unless it was expected.
-
-    What it finds on live ones is run once more, and told apart from what it finds on fresh ones.
-    """
+    """What a clause finds is tried again elsewhere, unless it was expected: see `judge.replay`."""
     clause = clause_of_item(item)
     arguments = getattr(item, "funcargs", {})
     world = arguments.get("world")
@@ -176,12 +171,8 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
             around.enter_context(nothing_shrunk())
         if _declared(item, clause, name):
             around.enter_context(nothing_shrunk())
-        elif world.transport == "sim":
-            around.enter_context(replay.telling(clause, case, world))
-        elif world.transport == "gloo":
-            sized = {**case, "world": world.size}
-            around.enter_context(run.history.telling(clause, sized, world))
-            around.enter_context(run.repeats.telling(clause, sized, world))
+        elif world.transport != "cuda":
+            around.enter_context(run.replays.telling(clause, case, world))
         around.enter_context(unreadable_is_a_finding())
         return (yield)
 

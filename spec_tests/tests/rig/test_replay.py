@@ -18,7 +18,7 @@ import torch
 from spec_tests import impls
 from spec_tests.rig import plugin
 from spec_tests.rig.clause import Clause
-from spec_tests.rig.judge import repeat, replay, runner
+from spec_tests.rig.judge import replay, runner
 from spec_tests.rig.outcomes import Outcome
 from spec_tests.rig.ranks.errors import DIFFERS, RankRaised
 from spec_tests.rig.ranks.world import Worlds
@@ -30,7 +30,7 @@ from spec_tests.tests.rig.helpers import MEAN, clause_named, python
 def note(worlds: Worlds, clause: Clause, impostor: str, **case: Any) -> str:
     """What the replay says about an impostor that the clause rejects on sim."""
     faulty = worlds.world(2, impls.parse(f"impostor:{impostor}"), transport="sim")
-    with pytest.raises(Exception) as caught, replay.telling(clause, case, faulty):
+    with pytest.raises(Exception) as caught, replay.Replays().telling(clause, case, faulty):
         clause.test(world=faulty, **case)
     return str(caught.value.__notes__[-1])
 
@@ -74,7 +74,10 @@ def test_what_only_simulated_ranks_show_of_modules_with_state_is_not_judged(
     clause, case = MEAN, {"subject": "ddp", "situation": "mlp: backward 0"}
     world = worlds.world(2, impls.parse(str(file)), transport="sim")
     said = "not here: simulated ranks are of one process, and share mine.py:4: `first = {}`"
-    with pytest.raises(unittest.SkipTest, match=said), replay.telling(clause, case, world):
+    with (
+        pytest.raises(unittest.SkipTest, match=said),
+        replay.Replays().telling(clause, case, world),
+    ):
         clause.test(world=world, **case)
 
 
@@ -92,7 +95,7 @@ def test_work_that_nobody_waits_for_is_a_finding_whatever_modules_keep(
     world = worlds.world(2, impls.parse(str(file)), transport="sim")
     # What is skipped would skip this test.
     with pytest.raises((RankRaised, unittest.SkipTest), match="raised UnwaitedWork"):
-        with replay.telling(clause, case, world):
+        with replay.Replays().telling(clause, case, world):
             clause.test(world=world, **case)
 
 
@@ -237,7 +240,7 @@ def found(
     mine.write_text(DDP.replace("REDUCE", reduce.strip()), encoding="utf-8")
     world = worlds.world(3, impls.parse(str(mine)))
     case = case or CASE
-    telling = repeat.Repeats().telling(clause, {**case, "world": 3}, world)
+    telling = replay.Replays().telling(clause, case, world)
     with pytest.raises(Exception) as caught, telling:
         clause.test(world=world, **case)
     return caught.value
@@ -248,7 +251,7 @@ def test_what_is_written_in_flight_differs_and_simulated_ranks_prove_it(
 ):
     # Whether two runs differ is chance on live ranks; that they do is given here.
     runs = iter(["[x]  Y.\nrank 1, 'b' (3,): expected z\nlargest error 5 at (0,)"])
-    monkeypatch.setattr(repeat, "_run", lambda *_: next(runs))
+    monkeypatch.setattr(replay, "_run", lambda *_: next(runs))
     said = str(found(worlds, tmp_path, DIVIDED_IN_FLIGHT)).splitlines()
     assert said[1] == DIFFERS
     assert said[2].startswith("one run: rank 0, '")
