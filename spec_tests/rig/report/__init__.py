@@ -4,7 +4,7 @@
 |---|---|
 | events.jsonl | the log itself, the only source of truth |
 | summary.md | a pull request (`text`) |
-| report.json | programs, `compare` among them; the schema stands in `data` |
+| report.json | programs; the schema stands in `data` |
 | index.html | a browser: one file that needs no network (`page`) |
 | junit.xml | whatever reads test reports: pytest's own, each case with its outcome as a property |
 | results.json | Gradescope, with the points of a course (`points`) |

@@ -32,6 +32,7 @@ from spec_tests.rig.target import PACKAGE_ROOT
 FRAME = re.compile(r'File "([^"]+)", line (\d+), in ')
 _OF_ONE_RUN = re.compile(r"'[^']*'|\([^()]*\)|\[[^\[\]]*\]|-?\d+(?:\.\d+)?(?:e[+-]?\d+)?")
 """Names of tensors, shapes, lists and numbers."""
+_FAILED = (REFUTED | BROKEN) - {Outcome.BLOCKED, Outcome.UNEXPECTED_PASS}
 _JUDGED = ("museum", "plain", "tests")  # folders of the suite that can be judged
 
 
@@ -90,7 +91,8 @@ def causes(
     judged = _by_function(events, implementation)
     found: list[Cause] = []
     known: dict[tuple[str, ...], Cause] = {}
-    for cell in sorted(filter(_is_failed, judged), key=_place_in_book):
+    failed = (cell for cell in judged if cell.outcome in _FAILED)
+    for cell in sorted(failed, key=_place_in_book):
         function, (text, *shown) = _function(cell), _shown(cell)
         signs = [(function, *sign) for sign in shown]
         cause = next((known[sign] for sign in signs if sign in known), None)
@@ -153,10 +155,6 @@ def _differs(message: str) -> bool:
 def _function(cell: Cell) -> str:
     function: str = cell.cases[0].get("subject", "")
     return function
-
-
-def _is_failed(cell: Cell) -> bool:
-    return cell.outcome in (REFUTED | BROKEN) - {Outcome.BLOCKED, Outcome.UNEXPECTED_PASS}
 
 
 _SAYS_ALL = ("raised", "differs", "error")
@@ -235,9 +233,15 @@ def _shown(cell: Cell) -> tuple[Any, ...]:
 
 
 def _place(message: str) -> str:
-    """`file.py:12`, the innermost line of a traceback or stack that is the implementation's own."""
-    own = [f"{Path(file).name}:{line}" for file, line in FRAME.findall(message) if is_own(file)]
-    return own[-1] if own else ""
+    """`file.py:12`, the implementation's own innermost line of a traceback or stack."""
+    file, line = innermost(message)
+    return f"{Path(file).name}:{line}" if file else ""
+
+
+def innermost(message: str) -> tuple[str, int]:
+    """Return file and line of the innermost frame that is the implementation's own, or "" and 0."""
+    own = [(file, int(line)) for file, line in FRAME.findall(message) if is_own(file)]
+    return own[-1] if own else ("", 0)
 
 
 def _is_in_a_model(message: str) -> bool:

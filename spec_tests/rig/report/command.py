@@ -27,8 +27,6 @@ def main(arguments: Sequence[str]) -> int:
     log = flags.log / "events.jsonl" if flags.log.is_dir() else flags.log
     try:
         events = read_log(log)
-        if not events:
-            raise ValueError(f"{log}: expected the log of a run, got no event")
         folder = flags.to or log.parent
         write_report(folder, log)
     except (OSError, ValueError) as error:

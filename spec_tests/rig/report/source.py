@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from spec_tests.rig.report.causes import FRAME, is_own
+from spec_tests.rig.report.causes import innermost
 
 _AROUND = 2
 _MAX_COLUMNS = 120
@@ -21,10 +21,8 @@ def source_of(message: str) -> dict[str, Any]:
         {"file": its name, "line": 12, "first": 10, "lines": five at most}; nothing where the
         message has no such line, or it cannot be read.
     """
-    own = [(file, int(line)) for file, line in FRAME.findall(message) if is_own(file)]
-    if not own:
-        return {}
-    path, line = Path(own[-1][0]), own[-1][1]
+    file, line = innermost(message)
+    path = Path(file)
     if path.suffix != ".py" or not path.is_file():
         return {}
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import re
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -87,7 +88,7 @@ def test_progress_is_one_line_on_a_terminal_and_appended_to_a_file(is_terminal: 
 
 
 def test_the_ending_of_a_killed_run_is_made_of_its_log(tmp_path: Path, capsys):
-    log = EventLog.start(tmp_path / "events.jsonl", **START)
+    log = EventLog(tmp_path / "events.jsonl", **START)
     add(log, Outcome.FAILED, message=MESSAGE)
     log.close()  # as SIGKILL leaves it
     assert command.main(["report", str(tmp_path), "--to", str(tmp_path / "pages")]) == 2
@@ -96,7 +97,7 @@ def test_the_ending_of_a_killed_run_is_made_of_its_log(tmp_path: Path, capsys):
     assert "summed and not divided" in said
     assert said.endswith(f"report: {tmp_path}/pages/index.html\n")
     assert INCOMPLETE in (tmp_path / "pages" / "index.html").read_text()
-    with EventLog.start(tmp_path / "events.jsonl", **START) as log:
+    with closing(EventLog(tmp_path / "events.jsonl", **START)) as log:
         add(log)
         log.finish()
     assert command.main(["report", str(tmp_path / "events.jsonl")]) == 0
