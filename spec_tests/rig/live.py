@@ -20,9 +20,8 @@ from spec_tests.rig.clause import MUST
 from spec_tests.rig.outcome_hooks import clause_of_item, result_of
 from spec_tests.rig.outcomes import REFUTED, SILENT, Cell, Event, Outcome, cells
 from spec_tests.rig.progress import Progress
-from spec_tests.rig.report import WORDS
 from spec_tests.rig.report.ending import FEW
-from spec_tests.rig.report.text import chapter, clip
+from spec_tests.rig.report.text import WORDS, chapter, clip
 
 _MAX_LINES = 20  # of the first finding; the whole stands in the report
 

@@ -34,7 +34,7 @@ from spec_tests import impls
 from spec_tests.rig import ledger, live, outcome_hooks, target
 from spec_tests.rig.clause import MUST, TELLING_SIZE, Clause, clause_of
 from spec_tests.rig.judge import expectations, runner
-from spec_tests.rig.outcome_hooks import ACTIVE, RUN, Run, clause_of_item, is_worker, parameters_of
+from spec_tests.rig.outcome_hooks import RUN, Run, clause_of_item, is_worker, parameters_of
 from spec_tests.rig.outcomes import LEVELS, is_within
 from spec_tests.rig.ranks.cuda_runtime import PRETENDED_CUDA
 from spec_tests.rig.ranks.errors import NOT_HERE, RankDied, RankHung, RigError
@@ -166,7 +166,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark GPU clauses, drop what is above the level or not asked for."""
     run = config.stash[RUN]
-    is_judge = ACTIVE.run is run and not _has_workers(config)
+    is_judge = Run.active is run and not _has_workers(config)
     if is_judge and not config.option.collectonly:
         _begin(config, run)
     kept: list[pytest.Item] = []
@@ -323,7 +323,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         run.quick = _quick(config, run)
     if is_worker(config):
         return
-    ACTIVE.run = run
+    Run.active = run
     if config.option.collectonly:
         return
     patterns = _patterns(config)

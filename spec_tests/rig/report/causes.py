@@ -33,6 +33,7 @@ FRAME = re.compile(r'File "([^"]+)", line (\d+), in ')
 _OF_ONE_RUN = re.compile(r"'[^']*'|\([^()]*\)|\[[^\[\]]*\]|-?\d+(?:\.\d+)?(?:e[+-]?\d+)?")
 """Names of tensors, shapes, lists and numbers."""
 _FAILED = (REFUTED | BROKEN) - {Outcome.BLOCKED, Outcome.UNEXPECTED_PASS}
+_AROUND, _MAX_COLUMNS = 2, 120  # of the lines that are shown of the judged code
 _JUDGED = ("museum", "plain", "tests")  # folders of the suite that can be judged
 
 
@@ -242,6 +243,27 @@ def innermost(message: str) -> tuple[str, int]:
     """Return file and line of the innermost frame that is the implementation's own, or "" and 0."""
     own = [(file, int(line)) for file, line in FRAME.findall(message) if is_own(file)]
     return own[-1] if own else ("", 0)
+
+
+def source_of(message: str) -> dict[str, Any]:
+    """Return the lines around the innermost own line of a traceback or stack in a message.
+
+    Returns:
+        {"file": its name, "line": 12, "first": 10, "lines": five at most}; nothing where the
+        message has no such line, or it cannot be read. It is read when the log is written: when a
+        page is opened, the file may have changed.
+    """
+    file, line = innermost(message)
+    path = Path(file)
+    if path.suffix != ".py" or not path.is_file():
+        return {}
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    first = max(1, line - _AROUND)
+    near = [each.rstrip() for each in lines[first - 1 : line + _AROUND]]
+    shown = [s if len(s) <= _MAX_COLUMNS else f"{s[: _MAX_COLUMNS - 1]}…" for s in near]
+    if line > len(lines):
+        return {}
+    return {"file": path.name, "line": line, "first": first, "lines": shown}
 
 
 def _is_in_a_model(message: str) -> bool:

@@ -11,8 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from spec_tests.rig.outcomes import verdict
-from spec_tests.rig.report import render_ending, render_points, write_report
+from spec_tests.rig.report import write_report
+from spec_tests.rig.report.ending import render_ending
 from spec_tests.rig.report.eventlog import read_log
+from spec_tests.rig.report.points import render_points
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -118,7 +118,7 @@ def _render_causes(
         whole = [_render_cause(index, cause, None) for index, cause in enumerate(found, 1)]
         return [*lines, *itertools.chain.from_iterable(whole)]
     room = MAX_LINES - len(lines)
-    in_full = len(found) if len(found) * _LINES_OF_A_CAUSE <= room else room // 5
+    in_full = room // _LINES_OF_A_CAUSE
     for index, cause in enumerate(found[:in_full], 1):
         lines += _render_cause(index, cause)
     rest = found[in_full:]

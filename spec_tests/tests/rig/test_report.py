@@ -16,18 +16,13 @@ from pathlib import Path
 import pytest
 
 from spec_tests.rig.outcomes import Event, Outcome, compose, is_complete, judge_run, verdict
-from spec_tests.rig.report import (
-    INCOMPLETE,
-    WORDS,
-    render_ending,
-    render_gradescope,
-    render_json,
-    render_page,
-    render_points,
-    render_summary,
-    write_report,
-)
+from spec_tests.rig.report import write_report
+from spec_tests.rig.report.data import render_json
+from spec_tests.rig.report.ending import render_ending
 from spec_tests.rig.report.eventlog import EventLog, environment, read_log
+from spec_tests.rig.report.page import render_page
+from spec_tests.rig.report.points import render_gradescope, render_points
+from spec_tests.rig.report.text import INCOMPLETE, WORDS, render_summary
 from spec_tests.tests.rig import golden
 from spec_tests.tests.rig.helpers import python
 from spec_tests.tests.rig.logs import MESSAGE, START, TOLD, add, log, profile, result

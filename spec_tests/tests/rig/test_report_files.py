@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from spec_tests.rig import ledger
-from spec_tests.rig.report import compare, data, points, render_gradescope, render_json
+from spec_tests.rig.report import compare, data, points
+from spec_tests.rig.report.data import render_json
+from spec_tests.rig.report.points import render_gradescope
 from spec_tests.tests.rig.logs import MESSAGE, STORY, TOLD, log, result
 
 MEAN = "ddp.gradients.mean"

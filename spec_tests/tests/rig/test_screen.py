@@ -20,11 +20,11 @@ from spec_tests.rig.live import Live
 from spec_tests.rig.outcomes import Event, Outcome
 from spec_tests.rig.progress import Progress
 from spec_tests.rig.ranks.errors import DIFFERS
-from spec_tests.rig.report import INCOMPLETE, render_ending
 from spec_tests.rig.report.causes import causes
 from spec_tests.rig.report.diagnosis import FEW_JUDGED, Dictionary, Families, families
+from spec_tests.rig.report.ending import render_ending
 from spec_tests.rig.report.eventlog import EventLog
-from spec_tests.rig.report.text import clip
+from spec_tests.rig.report.text import INCOMPLETE, clip
 from spec_tests.rig.target import PACKAGE_ROOT
 from spec_tests.tests.rig import golden
 from spec_tests.tests.rig.logs import MESSAGE, START, add, log, result
