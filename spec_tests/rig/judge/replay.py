@@ -42,7 +42,8 @@ from spec_tests.rig.clause import Clause
 from spec_tests.rig.judge import SITUATION, Violation, runner, violated
 from spec_tests.rig.outcomes import LEVELS, Outcome
 from spec_tests.rig.ranks.errors import DIFFERS, NOT_HERE
-from spec_tests.rig.ranks.world import AnyPool, World, Worlds
+from spec_tests.rig.ranks.pool import Pool
+from spec_tests.rig.ranks.world import World, Worlds
 from spec_tests.rig.sim import shared
 from spec_tests.rig.strategies import nothing_shrunk
 from spec_tests.rig.target import Target
@@ -79,7 +80,7 @@ class Replays:
         proofs: what simulated ranks say of such a function.
     """
 
-    seen: WeakKeyDictionary[AnyPool, list[tuple[Clause, Case]]] = field(
+    seen: WeakKeyDictionary[Pool, list[tuple[Clause, Case]]] = field(
         default_factory=WeakKeyDictionary
     )
     alone: defaultdict[tuple[Target, str], set[str]] = field(

@@ -72,25 +72,6 @@ def test_blocked_is_told_from_slow(monkeypatch, looks: Looks, is_blocked: bool):
         assert answers.index(True) == 10, "as soon as the window is over"
 
 
-@pytest.mark.parametrize(
-    ("looks", "is_starved"),
-    [
-        (Looks(0.0, {"main"}), True),
-        (Looks(0.05, {"main"}, {"main", "gloo"}), True),
-        (Looks(0.2, {"main"}), False),
-        (Looks(0.0, {"gloo"}, set()), False),
-        (Looks(0.0, {"child"}), False),
-    ],
-    ids=["gets nothing", "gets a quarter", "computes", "asleep", "waits for a child"],
-)
-def test_starving_is_told_from_computing_and_from_waiting(monkeypatch, looks, is_starved: bool):
-    monkeypatch.setattr(liveness, "_sample", looks)
-    watched = liveness.Liveness(1, window_s=2.0)
-    for _ in range(8):
-        watched.is_blocked()
-    assert watched.is_starved == is_starved
-
-
 STARTS = """
 import subprocess, sys, threading
 children = []

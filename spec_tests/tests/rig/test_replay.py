@@ -105,12 +105,12 @@ def test_work_that_nobody_waits_for_is_a_finding_whatever_modules_keep(
         ("n = 0\ndef f():\n    global n\n    n += 1\n", "mine.py:3: `n`"),
         ("seen: dict = {}\ndef f(x):\n    seen[x] = 1\n", "mine.py:1: `seen: dict = {}`"),
         ("numbers = count(1)\ndef f():\n    return next(numbers)\n", "numbers = count(1)"),
-        ("names = set(('a',))\nempty = []\ndef f(x):\n    return x in names, empty\n", ""),
+        ("names = set(('a',))\ndef f(x):\n    return x in names, []\n", ""),
         ("def f(:\n", ""),
         ("# coding: latin-1\na = '\xe4'\ns = []\ndef f(x):\n    s.append(x)\n", "mine.py:3: `s"),
     ],
 )
-def test_state_in_a_module_is_what_a_function_changes(tmp_path: Path, text: str, state: str):
+def test_state_in_a_module_is_what_is_there_to_be_changed(tmp_path: Path, text: str, state: str):
     (file := tmp_path / "mine.py").write_bytes(text.encode("latin-1"))
     found = shared.state_of(impls.parse(str(file)))
     assert (state in found) if state else found == ""
