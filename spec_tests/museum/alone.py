@@ -59,7 +59,7 @@ class _Here(World):
         hygiene.seed_everything(1000 * seed)
         with tempfile.TemporaryDirectory() as scratch:
             config = RankConfig(0, 1, 0, "", str(Path(scratch)), self.target)
-            task = Task(0, 0, body.__module__, body.__qualname__, (), {}, seed)
+            task = Task(0, body.__module__, body.__qualname__, (), {}, seed)
             try:
                 ranks = Ranks([body(Context(config, task, self._impl), *args, **kwargs)])
             except NotImplementedError as error:

@@ -40,10 +40,9 @@ from spec_tests.rig.ranks.watcher import Doing
 from spec_tests.rig.ranks.zygote import rank_environment
 from spec_tests.rig.target import Target
 
-# A rank that has raised closes its sockets, which releases its peers; who is not is killed.
-RELEASE_S = 1.0
-# That takes longer where what it has made is long in going.
-_SLOW_RELEASE_S = 5.0
+# A rank that has raised closes its sockets, which releases its peers: at once, unless what it has
+# made is long in going. A peer that is not released is killed.
+_RELEASE_S = 5.0
 POLL_S = 0.2
 # How many times its time limit a body may take while it visibly computes.
 PATIENCE = 4.0
@@ -91,7 +90,7 @@ class Pool:
         self.leaks: tuple[str, ...] = ()  # what importing the implementation changed
         self.is_alive = True
         self.has_served = False  # a call ended well
-        self._serial, self._group = 0, 0
+        self._group = 0
         self._scratch = Path(tempfile.mkdtemp(prefix="trainspec-"))
         self._members: list[Member] = []
         self._selector = selectors.DefaultSelector()
@@ -202,9 +201,8 @@ class Pool:
         Raises:
             RankRaised, RankHung, RankDied: see `spec_tests.rig.ranks.errors`.
         """
-        self._serial += 1
         try:
-            own = rank_side.Task(self._serial, self._group, *body, args, kwargs, seed)
+            own = rank_side.Task(self._group, *body, args, kwargs, seed)
             task = self._task(own, schedule)
             for member in self._members:
                 with contextlib.suppress(BrokenPipeError):  # it died idle; the wait will see it
@@ -235,9 +233,7 @@ class Pool:
                 self._receive(key.data, replies)
             errors = [reply for reply in replies.values() if reply.error]
             if errors:
-                have_left = all(reply.has_left for reply in errors)
-                patience_s = RELEASE_S if have_left else _SLOW_RELEASE_S
-                deadline = min(deadline, time.monotonic() + patience_s)
+                deadline = min(deadline, time.monotonic() + _RELEASE_S)
             if ready or len(replies) == self.world_size:
                 continue
             self._trim_outputs()
@@ -276,13 +272,7 @@ class Pool:
         return member.rank
 
     def _receive(self, member: Member, replies: dict[int, rank_side.Reply]) -> None:
-        reply = self._read(member, rank_side.Reply, replies)
-        if reply.serial != self._serial:
-            return  # of an earlier call
-        if reply.has_left:  # its second answer
-            first = replies.get(member.rank, reply)
-            reply = dataclasses.replace(first, has_left=True)
-        replies[member.rank] = reply
+        replies[member.rank] = self._read(member, rank_side.Reply, replies)
 
     def _give_up(
         self, replies: dict[int, rank_side.Reply], why: str, *, was_computing: bool = False

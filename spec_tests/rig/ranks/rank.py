@@ -74,7 +74,6 @@ class RankConfig:
 class Task:
     """One call: which body, on which group, with what."""
 
-    serial: int
     group: int
     module: str
     qualname: str
@@ -85,19 +84,13 @@ class Task:
 
 @dataclass(frozen=True)
 class Reply:
-    """What a rank answers. `value` is already pickled, so that a bad value is an error there.
+    """What a rank answers. `value` is already pickled, so that a bad value is an error there."""
 
-    Whoever has failed answers twice: at once, and with nothing but `has_left` when it has closed
-    its groups.
-    """
-
-    serial: int
     value: bytes | None
     error: wire.RemoteError | None
     collectives: int
     keeps_groups: bool = False
     leaks: tuple[hygiene.Leak, ...] = ()
-    has_left: bool = False
 
 
 class Context:
@@ -306,8 +299,6 @@ def _serve(
         if reply.error is not None or reply.collectives < 0:
             _leave()  # releases the peers that wait for this rank
             joined = -1
-        if reply.error is not None:
-            tasks.send_bytes(wire.dumps(Reply(task.serial, None, None, -1, has_left=True)))
 
 
 def _run(task: Task, context: Context) -> Reply:
@@ -321,12 +312,12 @@ def _run(task: Task, context: Context) -> Reply:
                 f"expected observations of at most {_MAX_VALUE_BYTES >> 20} MB, got "
                 f"{len(value) >> 20} MB: the implementation returned far more than it was given"
             )
-        return Reply(task.serial, value, None, _issued_collectives())
+        return Reply(value, None, _issued_collectives())
     except BaseException as error:  # SystemExit and KeyboardInterrupt too: the rank lives on
         described = wire.RemoteError.of(error, time.monotonic_ns())
         # The frames hold the wrapped model, which holds the group that has to close.
         traceback.clear_frames(error.__traceback__)
-        return Reply(task.serial, None, described, -1)
+        return Reply(None, described, -1)
 
 
 def _issued_collectives() -> int:

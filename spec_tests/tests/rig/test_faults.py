@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from spec_tests.rig.ranks import liveness, pool
+from spec_tests.rig.ranks import liveness
 from spec_tests.rig.ranks.errors import RankDied, RankHung, RankRaised
 from spec_tests.rig.ranks.rank import Context
 from spec_tests.rig.ranks.world import ONCE, Worlds
@@ -28,7 +28,7 @@ from spec_tests.tests.rig.helpers import python, within
 
 def test_peers_of_a_rank_that_is_long_in_going_are_released(worlds: Worlds):
     with pytest.raises(RankRaised, match="rank 0 of 2 raised KeyError") as caught:
-        worlds.world(2).run(bodies.fail, "raise", 0, 2 * pool.RELEASE_S)
+        worlds.world(2).run(bodies.fail, "raise", 0, 1.0)
     assert [report.state for report in caught.value.ranks] == ["raised"] * 2
     assert worlds.world(2).run(bodies.who) == [(0, 2, ""), (1, 2, "")]
 
