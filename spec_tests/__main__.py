@@ -167,11 +167,11 @@ def _text_of(path: Path) -> str:
 
 
 def _judge(arguments: list[str]) -> int:
-    from spec_tests.rig import progress
+    from spec_tests.rig.progress import Progress
     from spec_tests.rig.ranks.zygote import start_zygote
 
     start_zygote()  # first: it imports torch while this process does so
-    shown = progress.start()
+    shown = Progress.start()
     # As Ctrl-C does: the ending is written, INCOMPLETE. Whoever cannot wait for it sends SIGKILL.
     signal.signal(signal.SIGTERM, shown.interrupt)
     try:

@@ -54,7 +54,6 @@ class Clause:
         judges: contract functions judged one at a time; empty if it needs none in particular.
         needs: contract functions that must be offered as well.
         source: the promises of the contract that it judges, then the page that says so.
-        since: the edition in which the clause appeared.
         worlds: the world sizes at which it is judged.
         transports: where its observation is possible.
         no_impostor: why no near-miss can be built against it; "" where one exists.
@@ -67,7 +66,6 @@ class Clause:
     judges: tuple[str, ...]
     needs: tuple[str, ...]
     source: str
-    since: str
     worlds: tuple[int, ...]
     transports: tuple[str, ...]
     no_impostor: str
@@ -143,7 +141,6 @@ def clause(
     judges: tuple[str, ...] = (),
     needs: tuple[str, ...] = (),
     source: str,
-    since: str = "2026.1",
     worlds: tuple[int, ...] = (2,),
     transports: tuple[str, ...] = ("gloo", "sim", "cuda"),
     no_impostor: str = "",
@@ -165,7 +162,7 @@ def clause(
         earlier = REGISTER.get(id)
         if earlier is not None and earlier.test.__module__ != test.__module__:
             raise ValueError(f"clause {id!r} exists twice: {earlier.where} and {test.__module__}")
-        fields = (sentence, strength, level, judges, needs, named, since, worlds, transports)
+        fields = (sentence, strength, level, judges, needs, named, worlds, transports)
         REGISTER[id] = Clause(id, *fields, no_impostor, test)
         setattr(test, _MARK, REGISTER[id])
         return test

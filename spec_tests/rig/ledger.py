@@ -21,9 +21,6 @@ from spec_tests.rig.target import PACKAGE_ROOT
 
 PATH = PACKAGE_ROOT / "CLAUSES.md"
 FOLDER = PACKAGE_ROOT / "chapters"
-EDITION = "2026.1"
-"""The edition of most clauses."""
-
 # In the order of a training step, as in design and contract.
 CHAPTERS = (
     "data",
@@ -44,12 +41,11 @@ def chapter_folders(patterns: Sequence[str] = ()) -> list[Path]:
     """The folders that hold clauses; with `patterns` of ids, those that may hold one of these."""
     found = [name for name in CHAPTERS if (FOLDER / name).is_dir()]
     fixed = [re.split(r"[*?[]", pattern)[0] for pattern in patterns]
-    meant = [n for n in found if any(_may_begin(f"{n}.", prefix) for prefix in fixed)]
-    return [FOLDER / name for name in meant or found]
-
-
-def _may_begin(chapter: str, prefix: str) -> bool:
-    return chapter.startswith(prefix) or prefix.startswith(chapter)
+    pairs = ((name, f"{name}.", prefix) for name in found for prefix in fixed)
+    meant = {
+        name for name, own, prefix in pairs if own.startswith(prefix) or prefix.startswith(own)
+    }
+    return [FOLDER / name for name in found if name in meant or not meant]
 
 
 def load_all() -> list[Clause]:
@@ -91,7 +87,6 @@ def render(
     }
     template = of_texts(Path(__file__).parent).get_template("clauses.md.jinja")
     return template.render(
-        edition=EDITION,
         clauses=clauses,
         formerly=formerly,
         watched=watched,
@@ -157,7 +152,6 @@ def _facts(clause: Clause, impostors: Sequence[str]) -> list[str]:
         f"judges {judged}" if judged else "",
         f"needs {needs}" if needs else "",
         f"worlds {', '.join(map(str, clause.worlds))}",
-        f"since {clause.since}" if clause.since != EDITION else "",
         html.escape(clause.source, quote=False),
         f"rejects {teeth}" if teeth else f"no impostor: {html.escape(clause.no_impostor)}",
         f'<a href="{file}#L{line}">{file}</a>',

@@ -19,10 +19,9 @@ import pytest
 from spec_tests.rig.clause import MUST
 from spec_tests.rig.outcome_hooks import clause_of_item, result_of
 from spec_tests.rig.outcomes import REFUTED, SILENT, Cell, Event, Outcome, cells
-from spec_tests.rig.progress import Progress, current
-from spec_tests.rig.report import WORDS
+from spec_tests.rig.progress import Progress
 from spec_tests.rig.report.ending import FEW
-from spec_tests.rig.report.text import chapter, clip
+from spec_tests.rig.report.text import WORDS, chapter, clip
 
 _MAX_LINES = 20  # of the first finding; the whole stands in the report
 
@@ -178,7 +177,7 @@ def register(config: pytest.Config) -> None:
     terminal: Any = config.pluginmanager.get_plugin("terminalreporter")
     if not config.getoption("--live") or terminal is None:
         return
-    shown = current()
+    shown = Progress.current
 
     def write(line: str) -> None:
         with shown.hidden() if shown else contextlib.nullcontext():

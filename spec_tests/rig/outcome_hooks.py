@@ -14,18 +14,17 @@ from dataclasses import dataclass, field
 from datetime import date
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
-from spec_tests.rig import ledger, report
+from spec_tests.rig import ledger
 from spec_tests.rig.clause import MUST, Clause, clause_of
 from spec_tests.rig.judge import (
     evidence,
     expectations,
     judging,
-    repeat,
     replay,
     runner,
     unreadable_is_a_finding,
@@ -33,8 +32,11 @@ from spec_tests.rig.judge import (
 from spec_tests.rig.outcomes import Outcome
 from spec_tests.rig.ranks.errors import NotOffered, RankDied, RankHung
 from spec_tests.rig.ranks.world import NOTICE, World, Worlds
+from spec_tests.rig.report import write_report
+from spec_tests.rig.report.causes import source_of
+from spec_tests.rig.report.ending import render_ending
 from spec_tests.rig.report.eventlog import EventLog
-from spec_tests.rig.report.source import source_of
+from spec_tests.rig.report.points import render_points
 from spec_tests.rig.strategies import nothing_shrunk
 from spec_tests.rig.target import Target
 
@@ -45,10 +47,13 @@ class Run:
 
     `points` is the profile of a course, if one was asked for; `told` is what a report says about
     each clause; `notices` is what differs from what was asked for; `running` is
-    the case that runs; `history` is what the live ranks have seen; `repeats` what was run once
-    more; `failed` has implementations and clauses that they failed; `hung` the hung cases by
-    implementation, clause and subject; `quick` the clauses of a quick run.
+    the case that runs; `replays` is what was tried again; `failed` has implementations and clauses
+    that they failed; `hung` the hung cases by implementation, clause and subject; `quick` the
+    clauses of a quick run.
     """
+
+    active: ClassVar[Run | None] = None
+    """That of the one process that writes the log: no xdist worker. For hooks without a config."""
 
     targets: list[Target]
     levels: dict[str, str]
@@ -61,22 +66,13 @@ class Run:
     told: dict[str, dict[str, Any]] = field(default_factory=dict)
     notices: list[str] = field(default_factory=list)
     running: str = ""
-    history: replay.History = field(default_factory=replay.History)
-    repeats: repeat.Repeats = field(default_factory=repeat.Repeats)
+    replays: replay.Replays = field(default_factory=replay.Replays)
     failed: set[tuple[str, str]] = field(default_factory=set)
     quick: set[str] = field(default_factory=set)
     hung: dict[tuple[str, str, str | None], list[str]] = field(default_factory=dict)
 
 
-@dataclass
-class _Active:
-    run: Run | None = None
-
-
 RUN = pytest.StashKey[Run]()
-
-ACTIVE = _Active()
-"""The run of the one process that writes the log: no xdist worker. For hooks without a config."""
 
 
 def clause_of_item(item: pytest.Item) -> Clause | None:
@@ -159,10 +155,7 @@ def _not_offered(item: pytest.Item, run: Run) -> NotOffered | None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
-    """What a clause finds on simulated ranks is replayed on live ones, unless it was expected.
-
-    What it finds on live ones is run once more, and told apart from what it finds on fresh ones.
-    """
+    """What a clause finds is tried again elsewhere, unless it was expected: see `judge.replay`."""
     clause = clause_of_item(item)
     arguments = getattr(item, "funcargs", {})
     world = arguments.get("world")
@@ -176,12 +169,8 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
             around.enter_context(nothing_shrunk())
         if _declared(item, clause, name):
             around.enter_context(nothing_shrunk())
-        elif world.transport == "sim":
-            around.enter_context(replay.telling(clause, case, world))
-        elif world.transport == "gloo":
-            sized = {**case, "world": world.size}
-            around.enter_context(run.history.telling(clause, sized, world))
-            around.enter_context(run.repeats.telling(clause, sized, world))
+        elif world.transport != "cuda":
+            around.enter_context(run.replays.telling(clause, case, world))
         around.enter_context(unreadable_is_a_finding())
         return (yield)
 
@@ -275,12 +264,13 @@ def result_of(report: pytest.TestReport) -> dict[str, Any] | None:
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Keep results of this process, and of xdist workers, for the log."""
-    if ACTIVE.run is None:
+    run = Run.active
+    if run is None:
         return
     if value := result_of(report):
-        _keep(value, ACTIVE.run)
-    elif report.failed and ACTIVE.run.log is not None:
-        ACTIVE.run.log.problem(f"{report.nodeid} failed outside of any clause")
+        _keep(value, run)
+    elif report.failed and run.log is not None:
+        run.log.problem(f"{report.nodeid} failed outside of any clause")
 
 
 def _keep(value: dict[str, Any], run: Run) -> None:
@@ -323,7 +313,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 def _write_report(config: pytest.Config, log: Path) -> None:
     if not config.getoption("--report-is-scratch"):
-        report.write_report(config.getoption("--report"), log)
+        write_report(config.getoption("--report"), log)
 
 
 def _selects_cases(config: pytest.Config) -> bool:
@@ -356,11 +346,11 @@ def pytest_terminal_summary(terminalreporter: Any, exitstatus: int, config: pyte
     if run.log is None:
         terminalreporter.write_line("\n".join(f"notice: {notice}" for notice in run.notices))
     else:
-        if points := report.render_points(run.log.events):
+        if points := render_points(run.log.events):
             terminalreporter.section("points")
             terminalreporter.write_line(points)
         terminalreporter.section(f"verdict after {live.seconds:.0f} s" if live else "verdict")
         everything = config.getoption("--all")
-        terminalreporter.write_line(report.render_ending(run.log.events, everything=everything))
+        terminalreporter.write_line(render_ending(run.log.events, everything=everything))
         if not config.getoption("--report-is-scratch"):
             terminalreporter.write_line(f"report: {config.getoption('--report')}/index.html")

@@ -66,13 +66,6 @@ class Outcome(StrEnum):
     ERROR = "error"
     """The rig or the adapter is at fault: nothing is known about the implementation."""
 
-    @property
-    def severity(self) -> int:
-        """Greater is worse; the order of the members."""
-        return _SEVERITY[self]
-
-
-_SEVERITY = {outcome: position for position, outcome in enumerate(Outcome)}
 
 SILENT = frozenset({Outcome.NOT_OFFERED, Outcome.NOT_HERE, Outcome.SKIPPED})
 """They say nothing about the norm: neither in a numerator nor in a denominator."""
@@ -85,15 +78,8 @@ BROKEN = frozenset({Outcome.ERROR, Outcome.BLOCKED})
 
 
 def compose(outcomes: Iterable[Outcome]) -> Outcome:
-    """The outcome of a cell: the worst of its cases.
-
-    Raises:
-        ValueError: There is no case; a cell without cases does not exist.
-    """
-    found = list(outcomes)
-    if not found:
-        raise ValueError("expected the outcomes of at least one case, got none")
-    return max(found, key=lambda outcome: outcome.severity)
+    """The outcome of a cell: the worst of its cases, one or more."""
+    return max(outcomes, key=[*Outcome].index)
 
 
 def results(events: Iterable[Event], implementation: str | None = None) -> list[Event]:

@@ -16,6 +16,7 @@ import os
 import unittest
 from collections.abc import Collection, Iterator, Sequence
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,7 +34,7 @@ from spec_tests import impls
 from spec_tests.rig import ledger, live, outcome_hooks, target
 from spec_tests.rig.clause import MUST, TELLING_SIZE, Clause, clause_of
 from spec_tests.rig.judge import expectations, runner
-from spec_tests.rig.outcome_hooks import ACTIVE, RUN, Run, clause_of_item, is_worker, parameters_of
+from spec_tests.rig.outcome_hooks import RUN, Run, clause_of_item, is_worker, parameters_of
 from spec_tests.rig.outcomes import LEVELS, is_within
 from spec_tests.rig.ranks.cuda_runtime import PRETENDED_CUDA
 from spec_tests.rig.ranks.errors import NOT_HERE, RankDied, RankHung, RigError
@@ -165,7 +166,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark GPU clauses, drop what is above the level or not asked for."""
     run = config.stash[RUN]
-    is_judge = ACTIVE.run is run and not _has_workers(config)
+    is_judge = Run.active is run and not _has_workers(config)
     if is_judge and not config.option.collectonly:
         _begin(config, run)
     kept: list[pytest.Item] = []
@@ -189,7 +190,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if config.getoption("--report-is-scratch") and run.log is not None:
             kept = outcome_hooks.left_out(kept, run)
         chapters = list(dict.fromkeys(item.path.parent for item in kept))
-        kept.sort(key=lambda item: (chapters.index(item.path.parent), _level(item), _gain(item)))
+        kept.sort(key=lambda item: (chapters.index(item.path.parent), _level(item)))
     items[:] = kept
 
 
@@ -233,13 +234,6 @@ def _level(item: pytest.Item) -> int:
     """What is owed first is judged first."""
     clause = clause_of_item(item)
     return LEVELS.index(clause.level) if clause is not None else 0
-
-
-def _gain(item: pytest.Item) -> int:
-    """What finds most in a second is judged first."""
-    clause = clause_of_item(item)
-    ranks = diagnosis.ranks(clause.chapter) if clause is not None else {}
-    return ranks.get(clause.id, len(ranks)) if clause is not None else 0
 
 
 def _is_asked_for(
@@ -302,7 +296,11 @@ def world(request: pytest.FixtureRequest, target: target.Target) -> Iterator[Wor
     if clause is None:
         raise RigError("the fixture `world` belongs to clauses; a test of the rig takes `worlds`")
     transport = clause.transport_on(run.transport)
-    _require_machine(clause, transport)
+    if transport not in clause.transports:
+        needed = " or ".join(clause.transports)
+        raise unittest.SkipTest(f"{NOT_HERE}observed on {needed}, this run is on {transport}")
+    if transport == "cuda" and not torch.cuda.is_available():
+        raise unittest.SkipTest(f"{NOT_HERE}needs a CUDA device")
     runner.require_simulable(transport)
     params = request.node.callspec.params
     hung = run.hung.get((target.name, clause.id, params.get("subject")), [])
@@ -315,14 +313,6 @@ def world(request: pytest.FixtureRequest, target: target.Target) -> Iterator[Wor
         run.worlds.drop(target)
 
 
-def _require_machine(clause: Clause, transport: str) -> None:
-    if transport not in clause.transports:
-        needed = " or ".join(clause.transports)
-        raise unittest.SkipTest(f"{NOT_HERE}observed on {needed}, this run is on {transport}")
-    if transport == "cuda" and not torch.cuda.is_available():
-        raise unittest.SkipTest(f"{NOT_HERE}needs a CUDA device")
-
-
 # ----------------------------------------------------------------------------------- session
 
 
@@ -333,7 +323,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         run.quick = _quick(config, run)
     if is_worker(config):
         return
-    ACTIVE.run = run
+    Run.active = run
     if config.option.collectonly:
         return
     patterns = _patterns(config)
@@ -364,8 +354,8 @@ def _begin(config: pytest.Config, run: Run) -> None:
 
             stories = museum.stories()
             run.told = {c.id: ledger.told(c, stories.get(c.id, [])) for c in clauses}
-        run.log = EventLog.start(
-            os.path.join(directory, "events.jsonl"),  # noqa: PTH118 - EventLog takes a string
+        run.log = EventLog(
+            Path(directory, "events.jsonl"),
             level=config.getoption("--level") or "correct",
             levels=run.levels,
             implementations=[which.name for which in run.targets],

@@ -13,7 +13,7 @@ import shutil
 import threading
 import time
 from collections.abc import Iterator
-from typing import NoReturn, TextIO
+from typing import ClassVar, NoReturn, TextIO
 
 _ERASE = "\r\x1b[K"
 
@@ -26,6 +26,9 @@ class Progress:
         is_terminal: redraw in place each second; else append a line each minute.
     """
 
+    current: ClassVar[Progress | None] = None
+    """What `start` began; a run of pytest itself shows what pytest shows."""
+
     def __init__(self, stream: TextIO, *, is_terminal: bool) -> None:
         self._stream, self._is_terminal = stream, is_terminal
         self._what = "loading torch and the clauses"
@@ -35,11 +38,12 @@ class Progress:
 
     @classmethod
     def start(cls) -> Progress:
-        """Show this process's progress on its standard output."""
+        """Show the progress of the one run of this process on its standard output."""
         # A duplicate: pytest redirects the descriptor itself while a test runs.
         stream = open(os.dup(1), "w", encoding="utf-8", errors="replace")  # noqa: PTH123, SIM115
         shown = cls(stream, is_terminal=stream.isatty() and os.environ.get("TERM") != "dumb")
         threading.Thread(target=shown._redraw, name="progress", daemon=True).start()
+        cls.current = shown
         return shown
 
     @property
@@ -95,17 +99,3 @@ class Progress:
             self.draw()
         while not self._ended.wait(1 if self._is_terminal else 60):
             self.draw()
-
-
-_shown: list[Progress] = []
-
-
-def start() -> Progress:
-    """Begin to show the progress of the one run of this process."""
-    _shown[:] = [Progress.start()]
-    return _shown[0]
-
-
-def current() -> Progress | None:
-    """What `start` began, or None: a run of pytest itself shows what pytest shows."""
-    return _shown[0] if _shown else None

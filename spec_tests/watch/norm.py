@@ -83,7 +83,7 @@ def norm(id: str, *, source: str) -> Callable[[Check], Check]:
                     yield replace(finding, norm=name)
 
         worlds, everywhere = (1, 2, 3), ("gloo", "cuda")
-        fields = (strength, "correct", (), (), source, "2026.1", worlds, everywhere, "", named)
+        fields = (strength, "correct", (), (), source, worlds, everywhere, "", named)
         NORMS[id] = Clause(id, sentence, *fields)
         return named
 

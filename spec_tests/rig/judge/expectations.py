@@ -21,11 +21,10 @@ entry whose `when` excludes the installed torch is asleep: it neither excuses no
 
 An implementation that is built on PyTorch's own wrappers has their deviations, too. At the head
 
-    inherits = "torch"             # or "other.toml", a file beside this one
+    inherits = "torch"
 
-adds the entries of that file, after the file's own. An inherited entry excuses a case that fails as
-declared and nothing else: a case that passes stays passed, and the entry is never stale. The
-inherited file may not inherit in turn.
+adds PyTorch's entries after the file's own. An inherited entry excuses a case that fails as
+declared and nothing else: a case that passes stays passed, and the entry is never stale.
 """
 
 from __future__ import annotations
@@ -70,7 +69,7 @@ class Deviation:
         """Whether the installed torch is one that deviates."""
         return SpecifierSet(self.when).contains(torch_version, prereleases=True)
 
-    def has_expired(self, *, torch_version: str, today: date) -> bool:
+    def has_expired(self, torch_version: str, today: date) -> bool:
         """Whether the date has come, or the version of torch."""
         if isinstance(self.expires, date):
             return today >= self.expires
@@ -100,43 +99,20 @@ def load(path: str | Path) -> list[Deviation]:
 
     Raises:
         ValueError: The file is no TOML, or an entry has an unknown key, lacks a required one,
-            repeats another, or holds a value of a wrong form, or `inherits` names no file that
-            can be inherited. The message names file and entry.
+            repeats another, or holds a value of a wrong form, or `inherits` names another file
+            than PyTorch's. The message names file and entry.
         OSError: The file cannot be read.
     """
     file = Path(path)
-    document = _read(file)
-    base = document.pop("inherits", None)
-    return _entries(document, file) + ([] if base is None else _inherited(base, file))
-
-
-def _read(file: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(file.read_text(encoding="utf-8"))
+        document = tomllib.loads(file.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{file}: expected TOML, got {error}; correct the file") from error
-
-
-def _inherited(base: Any, heir: Path) -> list[Deviation]:
-    """Return the entries of the file that `heir` names: "torch", or a .toml file beside it."""
-    if base == "torch":
-        file = _TORCH
-    elif isinstance(base, str) and base.endswith(".toml"):
-        file = heir.parent / base
-    else:
-        raise ValueError(
-            f'{heir}: expected `inherits` to be "torch" or the name of a .toml file beside it, '
-            f"got {base!r}; correct it"
-        )
-    if not file.is_file():
-        raise ValueError(f"{heir}: expected `inherits` to name a file, found none at {file}")
-    document = _read(file)
-    if "inherits" in document:
-        raise ValueError(
-            f"{heir}: expected a file that inherits nothing itself, got {file}; "
-            "copy the entries that apply"
-        )
-    return [replace(entry, is_inherited=True) for entry in _entries(document, file)]
+    base = document.pop("inherits", None)
+    if base not in (None, "torch"):
+        raise ValueError(f'{file}: expected `inherits` to be "torch", got {base!r}; correct it')
+    inherited = [] if base is None else load(_TORCH)
+    return _entries(document, file) + [replace(each, is_inherited=True) for each in inherited]
 
 
 def _entries(document: dict[str, Any], file: Path) -> list[Deviation]:
@@ -218,29 +194,26 @@ def problems(
     """
     cases = [(result["clause"], result["case"]) for result in results]
     matched = {find(deviations, *case, torch_version=torch_version) for case in cases}
-    # A partial run judges the entries that it met; a full run judges them all.
-    judged = [
-        entry
-        for entry in deviations
-        if entry.is_active(torch_version)
-        and not entry.is_inherited
-        and (entry in matched or (is_full_run and entry.clause not in unselected))
-    ]
-    expired = [
-        f"{entry.where}: {entry.clause} expired ({entry.expires}; today {today}, "
-        f"torch {torch_version}): look whether it still holds, then delete it or move the date"
-        for entry in judged
-        if entry.has_expired(torch_version=torch_version, today=today)
-    ]
-    return expired + [_unmatched(entry) for entry in judged if entry not in matched]
-
-
-def _unmatched(deviation: Deviation) -> str:
-    return (
-        f"{deviation.where}: expected a result of clause {deviation.clause!r}, case "
-        f"{deviation.case!r}, got none in a full run, or an earlier entry speaks of them all; "
-        "correct the id or the glob, or delete the entry"
-    )
+    said = []
+    for entry in deviations:
+        # A partial run judges the entries that it met; a full run judges them all.
+        is_missed = entry not in matched
+        if is_missed and (not is_full_run or entry.clause in unselected):
+            continue
+        if entry.is_inherited or not entry.is_active(torch_version):
+            continue
+        if entry.has_expired(torch_version, today):
+            said.append(
+                f"{entry.where}: {entry.clause} expired ({entry.expires}; today {today}, torch "
+                f"{torch_version}): look whether it still holds, then delete it or move the date"
+            )
+        if is_missed:
+            said.append(
+                f"{entry.where}: expected a result of clause {entry.clause!r}, case "
+                f"{entry.case!r}, got none in a full run, or an earlier entry speaks of them all; "
+                "correct the id or the glob, or delete the entry"
+            )
+    return said
 
 
 def _parse(entry: Any, where: str) -> Deviation:

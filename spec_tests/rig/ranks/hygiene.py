@@ -89,10 +89,6 @@ def _group_names() -> tuple[str, ...]:
     return tuple(dist.distributed_c10d._world.pg_names.values())  # none without a default group
 
 
-def _thread_names() -> tuple[str, ...]:
-    return tuple(sorted(thread.name for thread in threading.enumerate()))
-
-
 class _OpenFiles:
     """Paths of this process's open files, each with how often. Linux only; elsewhere always empty.
 
@@ -152,7 +148,11 @@ _PROBES = (
     _Probe("process groups", _group_names, is_harmless=True),
     _Probe("environment", _environment, _restore_environment),
     _Probe("working directory", os.getcwd, os.chdir),
-    _Probe("Python threads", _thread_names, is_harmless=True),
+    _Probe(
+        "Python threads",
+        lambda: sorted(thread.name for thread in threading.enumerate()),
+        is_harmless=True,
+    ),
     _Probe("open files", _OpenFiles(), is_harmless=True),
     _Probe("warning filters", lambda: list(warnings.filters), _restore_filters),
     _Probe(

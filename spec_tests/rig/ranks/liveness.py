@@ -25,8 +25,6 @@ from pathlib import Path
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 # Gloo's event loop and the watcher thread wake now and then: this is far above, work far below.
 _IDLE_SHARE = 0.05
-# Of one processor, while a thread wanted it.
-_STARVED_SHARE = 0.5
 # Between two looks; the pool looks five times a second.
 _MAX_GAP_S = 0.8
 
@@ -77,12 +75,6 @@ def _traffic(pid: int) -> str:
     return ""
 
 
-def _wanted_more(before: _Sample | None, now: _Sample | None) -> bool:
-    if before is None or now is None or not (before.working & now.working) - {"child"}:
-        return False
-    return now.cpu_s - before.cpu_s < _STARVED_SHARE * (now.at_s - before.at_s)
-
-
 @dataclass
 class Liveness:
     """Watches one process; ask `is_blocked` every now and then, several times a window.
@@ -92,8 +84,6 @@ class Liveness:
         window_s: how long it must have been blocked.
         progress: something that changes while the process gets on without much processor time, such
             as the number of collectives that it has issued. Asked twice a window.
-        is_starved: at the last two looks it wanted a processor and in between got less than half
-            of one: what it would say is still to come.
     """
 
     pid: int
@@ -103,8 +93,6 @@ class Liveness:
     _last_s: float = field(default=0.0)
     _working: frozenset[str] = field(default=frozenset())
     _token: object = field(default=None)
-    _latest: _Sample | None = field(default=None)
-    is_starved: bool = field(default=False)
 
     @property
     def is_idle(self) -> bool:
@@ -116,8 +104,6 @@ class Liveness:
     def is_blocked(self) -> bool:
         """True once the process has been waiting, without progress, for the whole window."""
         now = _sample(self.pid)
-        self.is_starved = _wanted_more(self._latest, now)
-        self._latest = now
         if now is None or self._since is None:
             return self._begin(now)
         gap, self._last_s = now.at_s - self._last_s, now.at_s

@@ -26,7 +26,7 @@ from spec_tests.rig.ranks import wire
 from spec_tests.rig.ranks.errors import RankDied, RankHung, RankReport
 from spec_tests.rig.ranks.rank import Greeting
 from spec_tests.rig.ranks.watcher import LAST_WORDS, Doing
-from spec_tests.rig.ranks.zygote import start_method, without_main
+from spec_tests.rig.ranks.zygote import without_main
 
 Main = Callable[[rank_side.RankConfig, Connection, Connection], None]
 """Entry point of a forked process: what it is told at its start, and its ends of the two pipes."""
@@ -97,6 +97,10 @@ class Member:
                 return wire.received(self.control.recv_bytes(), Doing)
         return Doing("(did not answer: busy inside C++ with the interpreter lock held)")
 
+    def progress(self) -> int:
+        """How many operations it has issued: what tells `Liveness` that it gets on."""
+        return self.ask_what_it_does(0.1).issued
+
     def how_it_ended(self) -> str:
         """In words: killed by SIGKILL, exited with 3."""
         self.process.join(1.0)
@@ -108,10 +112,10 @@ class Member:
 
 def start(config: rank_side.RankConfig, main: Main = rank_side.main) -> Member:
     """Fork the process that runs `main`; it begins to import the implementation at once."""
-    context = get_context(start_method())
+    context = get_context("forkserver")
     tasks, their_tasks = context.Pipe()
     control, their_control = context.Pipe()
-    process = context.Process(  # type: ignore[attr-defined]  # both contexts have it
+    process = context.Process(
         target=main,
         args=(config, their_tasks, their_control),
         name=f"rank{config.rank}",
@@ -144,7 +148,7 @@ def greet(member: Member) -> Greeting:
             f"rank {member.rank} {report.state} while it imported the implementation", 0, [report]
         ) from None
     except wire.NotPlain as error:
-        return Greeting(preloaded=False, error=wire.described(error))
+        return Greeting(wire.described(error))
 
 
 def _late(member: Member) -> RankHung:

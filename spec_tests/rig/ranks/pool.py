@@ -24,10 +24,9 @@ import shutil
 import signal
 import tempfile
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
 
@@ -41,16 +40,14 @@ from spec_tests.rig.ranks.watcher import Doing
 from spec_tests.rig.ranks.zygote import rank_environment
 from spec_tests.rig.target import Target
 
-# A rank that has raised closes its sockets, which releases its peers; who is not is killed.
-RELEASE_S = 0.5
-# That takes longer where what it has made is long in going, or where one wants a processor and gets
-# none.
-_SLOW_RELEASE_S = 5.0
+# A rank that has raised closes its sockets, which releases its peers: at once, unless what it has
+# made is long in going. A peer that is not released is killed.
+_RELEASE_S = 5.0
 POLL_S = 0.2
 # How many times its time limit a body may take while it visibly computes.
 PATIENCE = 4.0
-# How long ranks may take to leave when they are asked to.
-_STOP_S = 1.0
+
+_Reply = TypeVar("_Reply")
 
 Errors = dict[int, wire.RemoteError]
 """Rank to what it raised."""
@@ -66,8 +63,8 @@ class Ranks(list[Any]):
     leaks: tuple[str, ...] = ()
 
 
-class BasePool(ABC):
-    """`world_size` ranks with one implementation loaded: what live and simulated ranks share.
+class Pool:
+    """`world_size` ranks with one implementation loaded, a process each.
 
     Args:
         world_size: how many ranks.
@@ -92,23 +89,28 @@ class BasePool(ABC):
         self.misfits: dict[str, str] = {}
         self.leaks: tuple[str, ...] = ()  # what importing the implementation changed
         self.is_alive = True
-        self.was_preloaded = True
         self.has_served = False  # a call ended well
-        self._serial = 0
+        self._group = 0
         self._scratch = Path(tempfile.mkdtemp(prefix="trainspec-"))
         self._members: list[Member] = []
+        self._selector = selectors.DefaultSelector()
         (self._scratch / "shared").mkdir()
         try:
             self._start()
             for member in self._members:
+                self._selector.register(member.tasks, selectors.EVENT_READ, member)
                 self._greet(member)
         except BaseException:
             self.kill()
             raise
 
-    @abstractmethod
     def _start(self) -> None:
         """Start every process of the pool."""
+        # Owned by the parent and on a port that the system picks: no port is ever fixed.
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        for rank in range(self.world_size):
+            config = self._config(rank, f"rank{rank}.out", self._store.port)
+            self._members.append(member_side.start(config))
 
     def _config(self, rank: int, output: str, store_port: int = 0) -> rank_side.RankConfig:
         return rank_side.RankConfig(
@@ -124,7 +126,6 @@ class BasePool(ABC):
 
     def _greet(self, member: Member) -> None:
         greeting = member_side.greet(member)
-        self.was_preloaded = self.was_preloaded and greeting.preloaded
         self.load_error = self.load_error or greeting.error
         self.offered, self.misfits = greeting.offered, greeting.misfits or {}
         self.leaks += tuple(f"rank {member.rank}, at import: {each}" for each in greeting.leaks)
@@ -136,9 +137,6 @@ class BasePool(ABC):
     def _outcome(self, replies: Sequence[rank_side.Reply]) -> Ranks:
         """Return what the ranks observed; the replies hold no error."""
         named = [f"rank {rank}: {leak}" for rank, r in enumerate(replies) for leak in r.leaks]
-        issued = [reply.collectives for reply in replies]
-        if len(set(issued)) > 1:
-            named.append(f"ranks issued different numbers of operations: {issued}")
         found = Ranks()
         for rank, reply in enumerate(replies):
             try:
@@ -165,20 +163,10 @@ class BasePool(ABC):
         ]
         raise RankRaised(headline, primary, shown).with_traceback(error.rebuild_traceback())
 
-    def stop(self) -> None:
-        """Ask the ranks to leave, then make sure that they have."""
-        if self.is_alive:
-            for member in self._members:
-                with contextlib.suppress(OSError):
-                    member.tasks.send_bytes(wire.dumps(None))
-            end = time.monotonic() + _STOP_S
-            for member in self._members:
-                member.process.join(max(0.0, end - time.monotonic()))
-        self.kill()
-
     def kill(self) -> None:
         """End every rank now and remove what the pool wrote. May be called twice."""
         self.is_alive = False
+        self._selector.close()
         for member in self._members:
             with contextlib.suppress(OSError, ValueError):
                 member.process.kill()
@@ -192,20 +180,6 @@ class BasePool(ABC):
         self._members.clear()
         shutil.rmtree(self._scratch, ignore_errors=True)
 
-
-class Pool(BasePool):
-    """Live ranks, a process each."""
-
-    def _start(self) -> None:
-        self._group, self._selector = 0, selectors.DefaultSelector()
-        # Owned by the parent and on a port that the system picks: no port is ever fixed.
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        for rank in range(self.world_size):
-            config = self._config(rank, f"rank{rank}.out", self._store.port)
-            member = member_side.start(config)
-            self._members.append(member)
-            self._selector.register(member.tasks, selectors.EVENT_READ, member)
-
     def call(
         self,
         body: tuple[str, str],
@@ -216,18 +190,20 @@ class Pool(BasePool):
         timeout_s: float,
         grace_s: float,
         patience: float = PATIENCE,
+        schedule: Any = None,
     ) -> Ranks:
         """Run `body` on every rank.
 
         Args:
             patience: how many times `timeout_s` a body may take while it visibly computes.
+            schedule: of simulated ranks.
 
         Raises:
             RankRaised, RankHung, RankDied: see `spec_tests.rig.ranks.errors`.
         """
-        self._serial += 1
         try:
-            task = rank_side.Task(self._serial, self._group, *body, args, kwargs, seed)
+            own = rank_side.Task(self._group, *body, args, kwargs, seed)
+            task = self._task(own, schedule)
             for member in self._members:
                 with contextlib.suppress(BrokenPipeError):  # it died idle; the wait will see it
                     member.send(task)
@@ -238,16 +214,18 @@ class Pool(BasePool):
             raise
         return self._conclude(replies)
 
+    def _task(self, task: rank_side.Task, schedule: Any) -> object:
+        """What every process is sent."""
+        return task
+
     def _collect(
         self, timeout_s: float, grace_s: float, limit_s: float
     ) -> dict[int, rank_side.Reply]:
         replies: dict[int, rank_side.Reply] = {}
         deadline = time.monotonic() + timeout_s
         patience_ends = time.monotonic() + limit_s
-        slow_until = deadline
         watched = {
-            m.rank: Liveness(m.process.pid or -1, grace_s, progress=progress_of(m))
-            for m in self._members
+            m.rank: Liveness(m.process.pid or -1, grace_s, m.progress) for m in self._members
         }
         while len(replies) < self.world_size:
             ready = self._selector.select(POLL_S)
@@ -255,10 +233,7 @@ class Pool(BasePool):
                 self._receive(key.data, replies)
             errors = [reply for reply in replies.values() if reply.error]
             if errors:
-                slow_until = min(slow_until, time.monotonic() + _SLOW_RELEASE_S)
-                have_left = all(reply.has_left for reply in errors)
-                released = time.monotonic() + RELEASE_S if have_left else slow_until
-                deadline = min(deadline, released)
+                deadline = min(deadline, time.monotonic() + _RELEASE_S)
             if ready or len(replies) == self.world_size:
                 continue
             self._trim_outputs()
@@ -268,8 +243,6 @@ class Pool(BasePool):
                 self._give_up(replies, f"blocked, nothing moved for {grace_s:g} s")
             now = time.monotonic()
             if now > deadline:
-                if now < slow_until and any(watched[rank].is_starved for rank in silent):
-                    continue
                 # Who computes (compiles, interprets) is slow, not hung, for a good while longer.
                 if errors or all(watched[rank].is_idle for rank in silent):
                     self._give_up(replies, f"no answer within {timeout_s:g} s")
@@ -283,19 +256,23 @@ class Pool(BasePool):
         for member in self._members:
             member.trim_output()
 
-    def _receive(self, member: Member, replies: dict[int, rank_side.Reply]) -> None:
+    def _read(
+        self, member: Member, kind: type[_Reply], replies: dict[int, rank_side.Reply]
+    ) -> _Reply:
+        """Return what a process has sent; where that is no reply, end the call with the reason."""
         try:
-            reply = wire.received(member.tasks.recv_bytes(), rank_side.Reply)
+            return wire.received(member.tasks.recv_bytes(), kind)
         except (EOFError, ConnectionResetError):
             self._raise_died(member, replies)
         except wire.NotPlain as error:
-            raise refusal(error, member.rank, self.world_size) from None
-        if reply.serial != self._serial:
-            return  # of an earlier call
-        if reply.has_left:  # its second answer
-            first = replies.get(member.rank, reply)
-            reply = dataclasses.replace(first, has_left=True)
-        replies[member.rank] = reply
+            raise refusal(error, self._running(member), self.world_size) from None
+
+    def _running(self, member: Member) -> int:
+        """The rank that runs in a process."""
+        return member.rank
+
+    def _receive(self, member: Member, replies: dict[int, rank_side.Reply]) -> None:
+        replies[member.rank] = self._read(member, rank_side.Reply, replies)
 
     def _give_up(
         self, replies: dict[int, rank_side.Reply], why: str, *, was_computing: bool = False
@@ -303,7 +280,7 @@ class Pool(BasePool):
         """Nobody will answer any more. An error that a rank already posted is the better story."""
         reports = self._report_all(replies)
         self.kill()
-        if errors := _errors(replies):
+        if errors := errors_in(replies):
             self._raise_error(errors, reports)
         waiting = [report.rank for report in reports if report.state == "in the body"]
         returned = [report.rank for report in reports if report.state == "returned"]
@@ -314,10 +291,9 @@ class Pool(BasePool):
 
     def _raise_died(self, dead: Member, replies: dict[int, rank_side.Reply]) -> NoReturn:
         time.sleep(0.02)  # a peer that dies of the same cause, or is released by it, says so now
-        reports = self._report_all(replies, dead=dead)
+        rank, reports = self._running(dead), self._report_all(replies, dead=dead)
         self.kill()
-        state = reports[dead.rank].state
-        raise RankDied(f"rank {dead.rank} of {self.world_size}: {state}", dead.rank, reports)
+        raise RankDied(f"rank {rank} of {self.world_size}: {reports[rank].state}", rank, reports)
 
     def _report_all(
         self, replies: dict[int, rank_side.Reply], dead: Member | None = None
@@ -342,7 +318,7 @@ class Pool(BasePool):
     def _conclude(self, replies: dict[int, rank_side.Reply]) -> Ranks:
         ordered = [replies[rank] for rank in range(self.world_size)]
         issued = [reply.collectives for reply in ordered]
-        errors = _errors(replies)
+        errors = errors_in(replies)
         reports = self._report_all(replies) if errors else []
         # Ranks that issued different numbers of operations are out of step: the next body gets a
         # new group. That is no verdict, for sends and receives are counted as well.
@@ -354,11 +330,6 @@ class Pool(BasePool):
         if errors:
             self._raise_error(errors, reports)
         return self._outcome(ordered)
-
-    def kill(self) -> None:
-        """End every rank now and remove what the pool wrote. May be called twice."""
-        self._selector.close()
-        super().kill()
 
 
 def refusal(error: wire.NotPlain, rank: int, world_size: int) -> RankRaised:
@@ -374,18 +345,14 @@ def is_damaged(replies: Sequence[rank_side.Reply]) -> bool:
     return not all(leak.restored or leak.is_harmless for leak in leaks)
 
 
-def _errors(replies: Mapping[int, rank_side.Reply]) -> Errors:
+def errors_in(replies: Mapping[int, rank_side.Reply]) -> Errors:
+    """Return what ranks raised."""
     return {rank: reply.error for rank, reply in replies.items() if reply.error is not None}
 
 
 def culprit(errors: Errors) -> int:
     """Return the rank that raised first, other than as an echo of another rank's failure."""
     return min(errors, key=lambda rank: (errors[rank].is_echo, errors[rank].raised_ns))
-
-
-def progress_of(member: Member) -> Callable[[], object]:
-    """What tells `Liveness` that a process gets on."""
-    return lambda: member.ask_what_it_does(0.1).issued
 
 
 def _and(ranks: Sequence[int]) -> str:

@@ -74,7 +74,6 @@ class RankConfig:
 class Task:
     """One call: which body, on which group, with what."""
 
-    serial: int
     group: int
     module: str
     qualname: str
@@ -85,19 +84,13 @@ class Task:
 
 @dataclass(frozen=True)
 class Reply:
-    """What a rank answers. `value` is already pickled, so that a bad value is an error there.
+    """What a rank answers. `value` is already pickled, so that a bad value is an error there."""
 
-    Whoever has failed answers twice: at once, and with nothing but `has_left` when it has closed
-    its groups.
-    """
-
-    serial: int
     value: bytes | None
     error: wire.RemoteError | None
     collectives: int
     keeps_groups: bool = False
     leaks: tuple[hygiene.Leak, ...] = ()
-    has_left: bool = False
 
 
 class Context:
@@ -198,7 +191,6 @@ class Context:
 class Greeting:
     """What a rank says once it has imported the implementation, or could not."""
 
-    preloaded: bool
     error: wire.RemoteError | None = None
     offered: tuple[str, ...] = ()
     misfits: dict[str, str] | None = None
@@ -206,7 +198,7 @@ class Greeting:
 
 
 def main(config: RankConfig, tasks: Connection, control: Connection) -> None:
-    """Serve until told to stop. Entry point of the forked process."""
+    """Serve until the parent ends it. Entry point of the forked process."""
     number = str(config.rank)
     output = begin(config, tasks, control, {"RANK": number, "LOCAL_RANK": number})
     start_watcher(control, config)
@@ -264,8 +256,7 @@ def _may_have_children(*pipes: Connection) -> None:
     multiprocessing.process.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # not in stubs
     # Inherited is the fork server that ranks come from: its children would not be this process's.
     # A forked child has the implementation loaded, which no other could import by its name.
-    if hasattr(os, "fork"):
-        multiprocessing.set_start_method("fork", force=True)
+    multiprocessing.set_start_method("fork", force=True)
     # A child that held these open would keep the parent from seeing that this rank has died.
     for pipe in pipes:
         os.register_at_fork(after_in_child=pipe.close)
@@ -288,13 +279,10 @@ def _serve(
     impl: Implementation | None,
     output: int,
 ) -> None:
-    joined, modules = -1, len(sys.modules)
+    joined = -1
     clean = hygiene.snapshot()
     while True:
-        modules = thrift.freeze_imports(modules)
-        task: Task | None = wire.loads(tasks.recv_bytes())
-        if task is None:
-            break
+        task: Task = wire.loads(tasks.recv_bytes())
         os.ftruncate(output, 0)
         if task.group != joined:
             _leave()
@@ -311,9 +299,6 @@ def _serve(
         if reply.error is not None or reply.collectives < 0:
             _leave()  # releases the peers that wait for this rank
             joined = -1
-        if reply.error is not None:
-            tasks.send_bytes(wire.dumps(Reply(task.serial, None, None, -1, has_left=True)))
-    _leave()
 
 
 def _run(task: Task, context: Context) -> Reply:
@@ -327,12 +312,12 @@ def _run(task: Task, context: Context) -> Reply:
                 f"expected observations of at most {_MAX_VALUE_BYTES >> 20} MB, got "
                 f"{len(value) >> 20} MB: the implementation returned far more than it was given"
             )
-        return Reply(task.serial, value, None, _issued_collectives())
+        return Reply(value, None, _issued_collectives())
     except BaseException as error:  # SystemExit and KeyboardInterrupt too: the rank lives on
         described = wire.RemoteError.of(error, time.monotonic_ns())
         # The frames hold the wrapped model, which holds the group that has to close.
         traceback.clear_frames(error.__traceback__)
-        return Reply(task.serial, None, described, -1)
+        return Reply(None, described, -1)
 
 
 def _issued_collectives() -> int:
@@ -399,9 +384,8 @@ def load_implementation(
     target: Target | None, transport: str
 ) -> tuple[Implementation | None, Greeting]:
     """Return the implementation and the greeting; None without one or if its import failed."""
-    preloaded = "torch.distributed.fsdp" in sys.modules
     if target is None:
-        return None, Greeting(preloaded)
+        return None, Greeting()
     thrift.spare_the_machine()
     device = prepare_device(target, transport)
     clean, whole = hygiene.snapshot(), hygiene.attributes()
@@ -416,8 +400,8 @@ def load_implementation(
     leaks = [str(leak) for leak in hygiene.restore(clean) if not leak.is_harmless]
     leaks += [f"replaced {name}" for name in hygiene.replaced(whole)]
     if impl is None:
-        return None, Greeting(preloaded, error, leaks=tuple(leaks))
-    return impl, Greeting(preloaded, None, impl.offered, impl.misfits, tuple(leaks))
+        return None, Greeting(error, leaks=tuple(leaks))
+    return impl, Greeting(None, impl.offered, impl.misfits, tuple(leaks))
 
 
 def prepare_device(target: Target, transport: str) -> str:

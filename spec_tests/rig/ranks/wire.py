@@ -29,7 +29,7 @@ import sys
 import traceback
 import types
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -191,12 +191,11 @@ class RemoteError:
     frames: tuple[Frame, ...]
     text: str
     raised_ns: int
-    notes: tuple[str, ...] = field(default=())
 
     @property
     def is_echo(self) -> bool:
         """True for an error that says no more than "another rank has gone away"."""
-        if self.kind in ("PeerGone", "Abandoned"):  # on simulated ranks
+        if self.kind == "PeerGone":  # on simulated ranks
             return True
         phrases = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
         return any(phrase in self.message for phrase in phrases)
@@ -217,7 +216,6 @@ class RemoteError:
             frames=tuple(entries[-_MAX_FRAMES:]),
             text=_shortened("".join(traceback.format_exception(error))),
             raised_ns=raised_ns,
-            notes=tuple(_shortened(str(note)) for note in getattr(error, "__notes__", ())),
         )
 
     @property

@@ -8,8 +8,7 @@
     ranks[0]["grad"], ranks[1]["grad"]
 
 The transport is a parameter: "gloo" (live processes on CPU), "sim" (simulated ranks, `rig.sim`),
-"cuda" (live processes, a device each). A further transport is one more entry of `TRANSPORTS`, whose
-pools offer `call`, `stop`, `kill`, `is_alive`, `offered`, `misfits` and `load_error`.
+"cuda" (live processes, a device each).
 """
 
 from __future__ import annotations
@@ -55,9 +54,7 @@ _STARTS = 2
 # which may be compiling, 4 s from the sixth on. Otherwise a run over it would take hours.
 _HALVINGS = 5
 
-AnyPool = Pool | SimPool
-
-TRANSPORTS: dict[str, Callable[..., AnyPool]] = {"gloo": Pool, "sim": SimPool, "cuda": Pool}
+TRANSPORTS: dict[str, Callable[..., Pool]] = {"gloo": Pool, "sim": SimPool, "cuda": Pool}
 
 
 NOTICE = "notice: "
@@ -79,7 +76,7 @@ class Worlds:
     transport: str = "gloo"
     max_pools: int = 6
     leaks: list[str] = field(default_factory=list)
-    _pools: dict[_Key, AnyPool] = field(default_factory=dict)
+    _pools: dict[_Key, Pool] = field(default_factory=dict)
     _failed: dict[_Key, list[RankDied | RankHung]] = field(default_factory=dict)
     _endless: Counter[tuple[Target | None, str]] = field(default_factory=Counter)
 
@@ -95,7 +92,7 @@ class Worlds:
             raise ValueError(f"a world has at least one rank, got size {size}")
         return World(self, size, target, transport or self.transport)
 
-    def pool(self, size: int, target: Target | None, transport: str) -> AnyPool:
+    def pool(self, size: int, target: Target | None, transport: str) -> Pool:
         """The live pool for this key, started if need be.
 
         Raises:
@@ -108,12 +105,12 @@ class Worlds:
         pool = self._pools.pop(key, None)
         if pool is None or not pool.is_alive:
             while len(self._pools) >= self.max_pools:
-                self._pools.pop(next(iter(self._pools))).stop()
+                self._pools.pop(next(iter(self._pools))).kill()
             pool = self._start(key)
         self._pools[key] = pool  # last in the dict: most recently used
         return pool
 
-    def _start(self, key: _Key) -> AnyPool:
+    def _start(self, key: _Key) -> Pool:
         target, size, transport, _ = key
         failures = self._failed.setdefault(key, [])
         if len(failures) >= _STARTS:
@@ -123,8 +120,7 @@ class Worlds:
         except (RankDied, RankHung) as failure:
             failures.append(failure)
             raise
-        if isinstance(pool, Pool):
-            self.leaks.extend(pool.leaks)
+        self.leaks.extend(pool.leaks)
         return pool
 
     def patience(self, target: Target | None) -> float:
@@ -146,12 +142,12 @@ class Worlds:
     def drop(self, target: Target | None) -> None:
         """Stop the pools of one implementation."""
         for key in [key for key in self._pools if key[0] == target]:
-            self._pools.pop(key).stop()
+            self._pools.pop(key).kill()
 
     def close(self) -> None:
         """Stop every pool."""
         while self._pools:
-            self._pools.popitem()[1].stop()
+            self._pools.popitem()[1].kill()
 
 
 @dataclass(frozen=True, repr=False)
@@ -160,8 +156,8 @@ class World:
 
     Attributes:
         schedule: of simulated ranks.
-        is_replay: live ranks that stand for simulated ones: they let a schedule pass, and are given
-            less time, for what is a deadlock there may go on for ever here.
+        is_replay: live ranks that stand for simulated ones: they are given less time, for what is a
+            deadlock there may go on for ever here.
     """
 
     worlds: Worlds
@@ -176,16 +172,8 @@ class World:
         return f"{self.size} ranks of {self.target} on {self.transport}"
 
     def scheduled(self, schedule: Schedule) -> World:
-        """The same simulated world under another schedule.
-
-        Raises:
-            ValueError: live ranks take no orders.
-        """
-        if self.transport != "sim":
-            if self.is_replay:
-                return self
-            raise ValueError(f"a schedule is an input of transport sim only, not {self.transport}")
-        return replace(self, schedule=schedule)
+        """The same simulated world under another schedule; live ranks take no orders."""
+        return replace(self, schedule=schedule) if self.transport == "sim" else self
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         # Hypothesis has a printer of its own, which would take dataclasses apart.
@@ -217,10 +205,7 @@ class World:
         pool = self._loaded_pool()
         timeout_s = min(timeout_s, REPLAY_TIMEOUT_S) if self.is_replay else timeout_s
         limits: dict[str, Any] = {"timeout_s": timeout_s, "grace_s": grace_s}
-        if isinstance(pool, Pool):
-            limits["patience"] = self.worlds.patience(self.target)
-        if self.schedule is not None:
-            limits["schedule"] = self.schedule
+        limits |= {"patience": self.worlds.patience(self.target), "schedule": self.schedule}
         with _translated(self.target, self.transport):
             try:
                 ranks = pool.call(name, args, kwargs, seed=seed, **limits)
@@ -258,7 +243,7 @@ class World:
         """
         return self._loaded_pool().misfits
 
-    def _loaded_pool(self) -> AnyPool:
+    def _loaded_pool(self) -> Pool:
         name = self.target.name if self.target else "implementation"
         try:
             pool = self.worlds.pool(self.size, self.target, self.transport)

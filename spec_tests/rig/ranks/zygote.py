@@ -33,9 +33,6 @@ PRELOAD = (
     "spec_tests.programs.preloaded",
 )
 
-# Where a worker of xdist finds the zygote of the process that started it.
-_SHARED = "TRAINSPEC_ZYGOTE"
-
 # Set before torch is imported, in the zygote and so in every rank. Two threads per rank on two
 # cores made a training step 24 to 39 times slower.
 RANK_ENVIRONMENT = {
@@ -61,27 +58,15 @@ def rank_environment(transport: str) -> dict[str, str]:
 def start_zygote(*modules: str) -> None:
     """Begin to preload in the background; call it before the parent imports torch itself.
 
-    A worker of xdist takes the zygote of the process that started it: one preload for all.
-
     Args:
         modules: to preload besides, where all ranks of this process will need them.
     """
     for name, value in RANK_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    if start_method() != "forkserver":
-        return
     from multiprocessing import forkserver
 
-    server: Any = forkserver._forkserver  # type: ignore[attr-defined]  # not in stubs
-    address = os.environ.pop(_SHARED, "")  # so that this process's own children do not take it
-    has_no_key = not hasattr(server, "_forkserver_authkey")  # it has, from Python 3.14 on
-    if address and "PYTEST_XDIST_WORKER" in os.environ and has_no_key:
-        server._forkserver_address, server._forkserver_alive_fd = address, os.pipe()[1]
-        share_zygote()
-        return
     get_context("forkserver").set_forkserver_preload([*PRELOAD, *modules])
     forkserver.ensure_running()
-    os.environ[_SHARED] = server._forkserver_address
 
 
 def share_zygote() -> None:
@@ -91,12 +76,6 @@ def share_zygote() -> None:
     server: Any = forkserver
     # It would begin another one, since the process that listens there is not its own child.
     server.ensure_running = server._forkserver.ensure_running = lambda: None
-
-
-def start_method() -> str:
-    """The start method of ranks on this platform."""
-    # Windows has no fork server. spawn is slower to start and otherwise the same.
-    return "forkserver" if hasattr(os, "fork") else "spawn"
 
 
 @contextlib.contextmanager

@@ -4,7 +4,7 @@
 |---|---|
 | events.jsonl | the log itself, the only source of truth |
 | summary.md | a pull request (`text`) |
-| report.json | programs, `compare` among them; the schema stands in `data` |
+| report.json | programs; the schema stands in `data` |
 | index.html | a browser: one file that needs no network (`page`) |
 | junit.xml | whatever reads test reports: pytest's own, each case with its outcome as a property |
 | results.json | Gradescope, with the points of a course (`points`) |
@@ -20,24 +20,10 @@ import shutil
 from pathlib import Path
 
 from spec_tests.rig.report.data import render_json
-from spec_tests.rig.report.ending import render_ending
 from spec_tests.rig.report.eventlog import read_log
 from spec_tests.rig.report.page import render_page
-from spec_tests.rig.report.points import render_gradescope, render_points
-from spec_tests.rig.report.text import INCOMPLETE, WORDS, render_summary
-
-__all__ = [
-    "INCOMPLETE",
-    "WORDS",
-    "forget",
-    "render_ending",
-    "render_gradescope",
-    "render_json",
-    "render_page",
-    "render_points",
-    "render_summary",
-    "write_report",
-]
+from spec_tests.rig.report.points import render_gradescope
+from spec_tests.rig.report.text import render_summary
 
 _RENDERINGS = {
     "summary.md": render_summary,

@@ -32,6 +32,8 @@ from spec_tests.rig.target import PACKAGE_ROOT
 FRAME = re.compile(r'File "([^"]+)", line (\d+), in ')
 _OF_ONE_RUN = re.compile(r"'[^']*'|\([^()]*\)|\[[^\[\]]*\]|-?\d+(?:\.\d+)?(?:e[+-]?\d+)?")
 """Names of tensors, shapes, lists and numbers."""
+_FAILED = (REFUTED | BROKEN) - {Outcome.BLOCKED, Outcome.UNEXPECTED_PASS}
+_AROUND, _MAX_COLUMNS = 2, 120  # of the lines that are shown of the judged code
 _JUDGED = ("museum", "plain", "tests")  # folders of the suite that can be judged
 
 
@@ -90,7 +92,8 @@ def causes(
     judged = _by_function(events, implementation)
     found: list[Cause] = []
     known: dict[tuple[str, ...], Cause] = {}
-    for cell in sorted(filter(_is_failed, judged), key=_place_in_book):
+    failed = (cell for cell in judged if cell.outcome in _FAILED)
+    for cell in sorted(failed, key=_place_in_book):
         function, (text, *shown) = _function(cell), _shown(cell)
         signs = [(function, *sign) for sign in shown]
         cause = next((known[sign] for sign in signs if sign in known), None)
@@ -153,10 +156,6 @@ def _differs(message: str) -> bool:
 def _function(cell: Cell) -> str:
     function: str = cell.cases[0].get("subject", "")
     return function
-
-
-def _is_failed(cell: Cell) -> bool:
-    return cell.outcome in (REFUTED | BROKEN) - {Outcome.BLOCKED, Outcome.UNEXPECTED_PASS}
 
 
 _SAYS_ALL = ("raised", "differs", "error")
@@ -235,9 +234,36 @@ def _shown(cell: Cell) -> tuple[Any, ...]:
 
 
 def _place(message: str) -> str:
-    """`file.py:12`, the innermost line of a traceback or stack that is the implementation's own."""
-    own = [f"{Path(file).name}:{line}" for file, line in FRAME.findall(message) if is_own(file)]
-    return own[-1] if own else ""
+    """`file.py:12`, the implementation's own innermost line of a traceback or stack."""
+    file, line = innermost(message)
+    return f"{Path(file).name}:{line}" if file else ""
+
+
+def innermost(message: str) -> tuple[str, int]:
+    """Return file and line of the innermost frame that is the implementation's own, or "" and 0."""
+    own = [(file, int(line)) for file, line in FRAME.findall(message) if is_own(file)]
+    return own[-1] if own else ("", 0)
+
+
+def source_of(message: str) -> dict[str, Any]:
+    """Return the lines around the innermost own line of a traceback or stack in a message.
+
+    Returns:
+        {"file": its name, "line": 12, "first": 10, "lines": five at most}; nothing where the
+        message has no such line, or it cannot be read. It is read when the log is written: when a
+        page is opened, the file may have changed.
+    """
+    file, line = innermost(message)
+    path = Path(file)
+    if path.suffix != ".py" or not path.is_file():
+        return {}
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    first = max(1, line - _AROUND)
+    near = [each.rstrip() for each in lines[first - 1 : line + _AROUND]]
+    shown = [s if len(s) <= _MAX_COLUMNS else f"{s[: _MAX_COLUMNS - 1]}…" for s in near]
+    if line > len(lines):
+        return {}
+    return {"file": path.name, "line": line, "first": first, "lines": shown}
 
 
 def _is_in_a_model(message: str) -> bool:

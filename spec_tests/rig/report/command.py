@@ -11,8 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from spec_tests.rig.outcomes import verdict
-from spec_tests.rig.report import render_ending, render_points, write_report
+from spec_tests.rig.report import write_report
+from spec_tests.rig.report.ending import render_ending
 from spec_tests.rig.report.eventlog import read_log
+from spec_tests.rig.report.points import render_points
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -27,8 +29,6 @@ def main(arguments: Sequence[str]) -> int:
     log = flags.log / "events.jsonl" if flags.log.is_dir() else flags.log
     try:
         events = read_log(log)
-        if not events:
-            raise ValueError(f"{log}: expected the log of a run, got no event")
         folder = flags.to or log.parent
         write_report(folder, log)
     except (OSError, ValueError) as error:

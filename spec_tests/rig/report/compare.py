@@ -1,8 +1,8 @@
 """`python -m spec_tests compare BEFORE AFTER`: what got better, and what broke.
 
-Each is a folder that `--report` wrote, its events.jsonl or its report.json. Compared case by case,
-so that a clause which failed in two of twelve cases and now fails in three has broken. Two reports
-on one implementation each are compared whatever its names (mine.py against mine_new.py); otherwise
+Each is a folder that `--report` wrote, or its events.jsonl. Compared case by case, so that a clause
+which failed in two of twelve cases and now fails in three has broken. Two reports on one
+implementation each are compared whatever its names (mine.py against mine_new.py); otherwise
 implementations meet by name.
 
     broke      a case held and does not any more: it fails, hangs, died, is declared as a deviation,
@@ -20,13 +20,14 @@ from __future__ import annotations
 import argparse
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from spec_tests.rig.outcomes import Outcome, is_within
-from spec_tests.rig.report.data import Report, read_report
+from spec_tests.rig.outcomes import Cell, Event, Outcome, cells, header, is_complete, level_of
+from spec_tests.rig.report.eventlog import read_log
+from spec_tests.rig.report.symptom import likely
 from spec_tests.rig.report.templates import of_texts
+from spec_tests.rig.report.text import chapter, implementations, render_cell
 
 _HELD = {Outcome.PASSED}
 _BAD = {
@@ -62,35 +63,35 @@ class Change:
     likely: str
 
 
-def compare(before: Report, after: Report) -> list[Change]:
+def compare(before: Sequence[Event], after: Sequence[Event]) -> list[Change]:
     """Every clause that changed, what broke first.
 
     Raises:
         ValueError: One of them is incomplete, or they have no implementation in common.
     """
-    for title, report in (("before", before), ("after", after)):
-        if not report["complete"]:
+    for title, events in (("before", before), ("after", after)):
+        if not is_complete(events):
             raise ValueError(f"{title}: expected a run that reached its end, got an incomplete log")
     changes = []
     for old, new in _pairs(before, after):
-        levels = {found["name"]: found["level"] for found in after["implementations"]}
-        earlier = {row["id"]: row for row in before["clauses"] if old in row["cells"]}
-        later = {row["id"]: row for row in after["clauses"] if new in row["cells"]}
-        for clause, row in (earlier | later).items():
-            then = earlier[clause]["cells"][old] if clause in earlier else None
-            now = later[clause]["cells"][new] if clause in later else None
+        level = level_of(after, new)
+        earlier = {cell.clause: cell for cell in cells(before, old)}
+        later = {cell.clause: cell for cell in cells(after, new)}
+        for clause, cell in (earlier | later).items():
+            then, now = earlier.get(clause), later.get(clause)
             kind, cases = _kind(then, now)
-            decides = row["strength"] == "MUST" and is_within(row["level"], levels[new])
-            was, is_now = (cell["text"] if cell else _NOT_RUN for cell in (then, now))
-            likely = _likely(now, cases)
+            said = [case["message"] for case in now.cases if case["case"] in cases] if now else []
+            was, is_now = (render_cell(each) or _NOT_RUN for each in (then, now))
+            first = next(filter(None, map(likely, said)), "")
             if kind:
-                changes.append(Change(clause, new, kind, decides, was, is_now, cases, likely))
+                changes.append(
+                    Change(clause, new, kind, cell.decides(level), was, is_now, cases, first)
+                )
     return sorted(changes, key=lambda change: list(KINDS).index(change.kind))
 
 
-def _pairs(before: Report, after: Report) -> list[tuple[str, str]]:
-    old = [found["name"] for found in before["implementations"]]
-    new = [found["name"] for found in after["implementations"]]
+def _pairs(before: Sequence[Event], after: Sequence[Event]) -> list[tuple[str, str]]:
+    old, new = implementations(before), implementations(after)
     if len(old) == len(new) == 1:
         return [(old[0], new[0])]
     common = [(name, name) for name in new if name in old]
@@ -102,9 +103,7 @@ def _pairs(before: Report, after: Report) -> list[tuple[str, str]]:
     return common
 
 
-def _kind(
-    then: Mapping[str, Any] | None, now: Mapping[str, Any] | None
-) -> tuple[str, tuple[str, ...]]:
+def _kind(then: Cell | None, now: Cell | None) -> tuple[str, tuple[str, ...]]:
     """What kind of change two cells make, and the cases that make it."""
     was, is_now = _outcomes(then), _outcomes(now)
     found: dict[str, list[str]] = {kind: [] for kind in KINDS}
@@ -124,19 +123,16 @@ def _kind(
     return "", ()
 
 
-def _outcomes(cell: Mapping[str, Any] | None) -> dict[str, Outcome]:
-    return {case["case"]: Outcome(case["outcome"]) for case in cell["cases"]} if cell else {}
+def _outcomes(cell: Cell | None) -> dict[str, Outcome]:
+    return {case["case"]: Outcome(case["outcome"]) for case in cell.cases} if cell else {}
 
 
-def _likely(cell: Mapping[str, Any] | None, cases: Sequence[str]) -> str:
-    found = [case["likely"] for case in cell["cases"] if case["case"] in cases] if cell else []
-    return next(filter(None, found), "")
-
-
-def render_comparison(before: Report, after: Report, changes: Sequence[Change]) -> str:
+def render_comparison(
+    before: Sequence[Event], after: Sequence[Event], changes: Sequence[Change]
+) -> str:
     """The comparison as Markdown, for a terminal or a pull request."""
     keys = ("suite", "ledger", "torch", "platform", "transport", "profile")
-    runs = [(key, before["run"].get(key), after["run"].get(key)) for key in keys]
+    runs = [(key, header(before).get(key), header(after).get(key)) for key in keys]
     template = of_texts().get_template("comparison.md.jinja")
     return template.render(
         before=_name(before),
@@ -144,18 +140,16 @@ def render_comparison(before: Report, after: Report, changes: Sequence[Change]) 
         unlike=[(key, old, new) for key, old, new in runs if old != new],
         kinds=KINDS,
         changes=changes,
-        left_out=lambda those: Counter(_chapter(c) for c in those if c.after == _NOT_RUN),
+        left_out=lambda those: Counter(
+            f"{chapter(c.clause)} on {c.implementation}" for c in those if c.after == _NOT_RUN
+        ),
         not_run=_NOT_RUN,
     )
 
 
-def _chapter(change: Change) -> str:
-    return f"{change.clause.partition('.')[0]} on {change.implementation}"
-
-
-def _name(report: Report) -> str:
-    names = ", ".join(found["name"] for found in report["implementations"])
-    return f"{names} ({report['run'].get('started', 'at an unknown time')})"
+def _name(events: Sequence[Event]) -> str:
+    started = header(events).get("started", "at an unknown time")
+    return f"{', '.join(implementations(events))} ({started})"
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -163,11 +157,11 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m spec_tests compare", description=__doc__.partition("\n")[0]
     )
-    parser.add_argument("before", help="report folder, events.jsonl or report.json")
+    parser.add_argument("before", help="report folder, or its events.jsonl")
     parser.add_argument("after", help="the same of a later run")
     flags = parser.parse_args(arguments)
     try:
-        before, after = read_report(flags.before), read_report(flags.after)
+        before, after = read_log(flags.before), read_log(flags.after)
         changes = compare(before, after)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)  # noqa: T201 - the command's product

@@ -58,7 +58,6 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from spec_tests.rig.outcomes import (
@@ -72,7 +71,6 @@ from spec_tests.rig.outcomes import (
     verdict,
 )
 from spec_tests.rig.report.causes import causes
-from spec_tests.rig.report.eventlog import read_log
 from spec_tests.rig.report.points import score
 from spec_tests.rig.report.symptom import likely, symptom
 from spec_tests.rig.report.text import (
@@ -111,33 +109,6 @@ def as_report(events: Sequence[Event]) -> Report:
         "implementations": [_column(events, name) for name in implementations(events)],
         "clauses": _rows(events),
     }
-
-
-def read_report(path: str | Path) -> Report:
-    """What a report folder, an events.jsonl or a report.json holds.
-
-    Raises:
-        ValueError: It is none of these, or of a schema that this version does not know.
-        OSError: It cannot be read.
-    """
-    file = Path(path)
-    if file.is_dir():
-        file = file / "events.jsonl"
-    if not file.is_file():
-        raise ValueError(
-            f"{path}: expected a folder that --report wrote, its events.jsonl or its report.json; "
-            f"found no file at {file}"
-        )
-    if file.suffix == ".jsonl":
-        return as_report(read_log(file))
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError:
-        found = None
-    if not isinstance(found, dict) or found.get("schema") != SCHEMA:
-        got = found.get("schema") if isinstance(found, dict) else "no JSON object"
-        raise ValueError(f"{file}: expected a report of schema {SCHEMA!r}, got {got!r}")
-    return found
 
 
 def _column(events: Sequence[Event], name: str) -> dict[str, Any]:

@@ -315,22 +315,6 @@ def does(near_miss: str) -> str:
     return _kept().does.get(near_miss, "")
 
 
-def of_another_torch(version: str) -> list[str]:
-    """Return a line that says so if the signatures were taken with another torch than this."""
-    minor, taken = (each.split(".")[:2] for each in (version, _kept().torch))
-    if not version or minor == taken:
-        return []
-    return [
-        f"(what follows `like` was learned with torch {_kept().torch}; this is torch {version})",
-    ]
-
-
-@functools.cache
-def ranks(chapter: str) -> dict[str, int]:
-    """Return the places of a chapter's clauses in the order of `by_gain`."""
-    return {each.clause: place for place, each in enumerate(by_gain(_kept(), chapter))}
-
-
 def quick(chapter: str, among: Collection[str]) -> list[Gain]:
     """Return the clauses with which to end where little time is, out of `among`: see `by_gain`."""
     found: list[Gain] = []

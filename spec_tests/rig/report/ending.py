@@ -11,9 +11,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from spec_tests.rig.outcomes import SILENT, Cell, Event, Outcome, Strength, cells, header
+from spec_tests.rig.outcomes import SILENT, Cell, Event, Outcome, Strength, cells
 from spec_tests.rig.report import diagnosis
 from spec_tests.rig.report.causes import Cause, causes, clipped
+from spec_tests.rig.report.symptom import headline_of
 from spec_tests.rig.report.text import (
     absent_here,
     chapter,
@@ -53,8 +54,6 @@ def render_ending(events: Sequence[Event], *, everything: bool = False) -> str:
     lines += ["", *_verdict(events, found)]
     for name, named in found.items():
         lines += _render_causes(name, named, everything=everything)
-    if any(cause.like for named in found.values() for cause in named):
-        lines += diagnosis.of_another_torch(header(events).get("torch", ""))
     return "\n".join(lines)
 
 
@@ -119,7 +118,7 @@ def _render_causes(
         whole = [_render_cause(index, cause, None) for index, cause in enumerate(found, 1)]
         return [*lines, *itertools.chain.from_iterable(whole)]
     room = MAX_LINES - len(lines)
-    in_full = len(found) if len(found) * _LINES_OF_A_CAUSE <= room else room // 5
+    in_full = room // _LINES_OF_A_CAUSE
     for index, cause in enumerate(found[:in_full], 1):
         lines += _render_cause(index, cause)
     rest = found[in_full:]
@@ -152,8 +151,8 @@ def _number(found: Sequence[Cause]) -> int:
 
 def _render_cause(index: int, cause: Cause, at_most: int | None = 3) -> list[str]:
     first = cause.first.decisive_cases[0]
-    headline = (first["message"].splitlines() or [""])[1:2]
-    finding = headline[0] if headline and headline[0] != cause.text else _difference(first)
+    headline = headline_of(first["message"])
+    finding = headline if headline != cause.text else _difference(first)
     return [
         f"{index:2}  {cause.title}",
         *([clipped(f"    {finding}", 160)] if finding else []),
@@ -178,11 +177,6 @@ def _difference(first: Event) -> str:
     return next(lines, "")
 
 
-def _finding(case: Event) -> str:
-    """Return the first line of a message behind the clause's sentence."""
-    return ([*case["message"].splitlines(), "", ""])[1]
-
-
 def _enumerated(names: Sequence[str], at_most: int | None) -> str:
     more = len(names) - at_most if at_most else 0
     return ", ".join(names[:at_most]) + (f" and {more} more" if more > 0 else "")
@@ -199,8 +193,9 @@ def render_failures(events: Sequence[Event], *, all_of: bool = False) -> str:
                 named = _enumerated([case["case"] for case in others], None if all_of else 6)
                 text += f"\n({several(len(others), 'more case')}: {named})"
                 for case in others if all_of else ():
-                    if _finding(case) not in ("", _finding(first)):
-                        text += f"\n{case['case']}: {_finding(case)}"
+                    found = headline_of(case["message"])
+                    if found not in ("", headline_of(first["message"])):
+                        text += f"\n{case['case']}: {found}"
             if len(cause.clauses) > 1 and not all_of:
                 text += f"\nthe same diagnosis in {', '.join(cause.clauses[1:])}"
             blocks.append(text)

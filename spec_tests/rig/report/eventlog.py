@@ -12,9 +12,9 @@ Lines are only ever appended and each is handed to the system at once, so a run 
 leaves every result that it had, and no footer: such a log renders as INCOMPLETE and has no verdict.
 At most its last line is torn, and the reader drops that line alone.
 
-    with EventLog.start(path, level="correct", implementations=["solution"], ...) as log:
-        log.result(clause=..., implementation=..., outcome=Outcome.PASSED, ...)
-        status = log.finish()           # writes the footer; without it the log stays incomplete
+    log = EventLog(path, level="correct", implementations=["solution"], ...)
+    log.result(clause=..., implementation=..., outcome=Outcome.PASSED, ...)
+    status = log.finish()           # writes the footer; without it the log stays incomplete
 """
 
 from __future__ import annotations
@@ -30,24 +30,22 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
-from spec_tests.rig.outcomes import LEVELS, Event, Outcome, Strength, count_outcomes, judge_run
-
-_DEFAULTS: Event = {
-    **dict.fromkeys(("case", "node", "transport", "message", "rerun"), ""),
-    "world_size": None,
-    "duration_s": 0.0,
-    "margins": [],
-}
-"""Of a result, where its writer has nothing to say."""
+from spec_tests.rig.outcomes import Event, count_outcomes, judge_run
 
 
 class EventLog:
-    """Writes one run's log. Created by `start`; used as a context manager."""
+    """Writes one run's log.
 
-    def __init__(self, path: Path, first: Event) -> None:
-        """Open the file anew and write the header; `start` is the way in."""
+    Args:
+        path: the file; one that is there is replaced.
+        implementations: what is judged.
+        more: level, transport, profile, seed and ledger, which only the caller knows; the machine
+            is looked up. `levels={"solution": "production"}` holds one implementation to its own.
+    """
+
+    def __init__(self, path: Path, *, implementations: Sequence[str], **more: Any) -> None:
         self.path = path
         self.events: list[Event] = []
         self._told: set[str] = set()
@@ -56,40 +54,13 @@ class EventLog:
         # so that nothing which was written is ever written over.
         path.unlink(missing_ok=True)
         self._file = path.open("a", encoding="utf-8", buffering=1)
-        self._append(first)
+        command = {"command": shlex.join(sys.argv), "implementations": implementations}
+        self._append({"event": "header", **environment(), **command, **more})
 
-    @classmethod
-    def start(
-        cls,
-        path: str | Path,
-        *,
-        implementations: Sequence[str],
-        command: Sequence[str] | None = None,
-        **more: Any,
-    ) -> Self:
-        """Begin a log: the header takes what only the caller knows; the machine is looked up.
-
-        `more` holds level, transport, profile, seed and ledger; `levels={"solution": "production"}`
-        among it holds one implementation to its own level.
-        """
-        named = {"implementations": list(implementations)}
-        line = shlex.join(sys.argv if command is None else command)
-        return cls(
-            Path(path), {"event": "header", **environment(), "command": line, **named, **more}
-        )
-
-    def result(self, *, outcome: str, strength: str, level: str, **more: Any) -> Event:
-        """Append what one case came to; `more` has clause and implementation, and any default.
-
-        Raises:
-            ValueError: An outcome, strength or level that a log does not know.
-        """
-        words = {"outcome": str(outcome), "strength": str(strength), "level": str(level)}
-        for what, known in (("outcome", Outcome), ("strength", Strength), ("level", LEVELS)):
-            if words[what] not in [*map(str, known)]:
-                raise ValueError(f"expected {what} in {', '.join(known)}; got {words[what]!r}")
-        event = {"event": "result", **_DEFAULTS, **words, **more}
-        return self._append({**event, "duration_s": round(event["duration_s"], 6)})
+    def result(self, **result: Any) -> None:
+        """Append what one case came to."""
+        rounded = round(result["duration_s"], 6)
+        self._append({**result, "event": "result", "duration_s": rounded})
 
     def tell(self, clause: str, **about: Any) -> None:
         """Append what a clause says, once: a report then needs the log and not the suite."""
@@ -97,9 +68,9 @@ class EventLog:
             self._told.add(clause)
             self._append({"event": "clause", "clause": clause, **about})
 
-    def problem(self, message: str) -> Event:
+    def problem(self, message: str) -> None:
         """Append a defect of the run itself (a stale expectation, a crashed worker): status 2."""
-        return self._append({"event": "problem", "message": message})
+        self._append({"event": "problem", "message": message})
 
     def finish(self) -> int:
         """Append the footer and close; returns the exit status that the events amount to."""
@@ -112,28 +83,25 @@ class EventLog:
         """Close the file as it stands; without `finish` the log stays incomplete."""
         self._file.close()
 
-    def _append(self, event: Event) -> Event:
+    def _append(self, event: Event) -> None:
         plain: Event = _plain(event)
         self._file.write(json.dumps(plain, ensure_ascii=False, allow_nan=False) + "\n")
         self.events.append(plain)
-        return plain
-
-    def __enter__(self) -> Self:
-        """The log itself."""
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        """Close; a run that raised has written no footer."""
-        self.close()
 
 
 def read_log(path: str | Path) -> list[Event]:
     """The events of a log; a torn last line, the trace of a killed run, is dropped.
 
+    Args:
+        path: a folder that --report wrote, or the log in it.
+
     Raises:
-        ValueError: A line other than the last is no JSON object.
+        ValueError: A line other than the last is no JSON object, or there is no line.
+        OSError: There is no file, or it cannot be read.
     """
-    lines = Path(path).read_text(encoding="utf-8", errors="replace").split("\n")
+    path = Path(path)
+    path = path / "events.jsonl" if path.is_dir() else path
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
     events: list[Event] = []
     for number, line in enumerate(lines, start=1):
         if not line:
@@ -149,6 +117,8 @@ def read_log(path: str | Path) -> list[Event]:
                 f"{path}, line {number}: expected one JSON object per line, got {line[:60]!r}; "
                 "the log was changed by hand or by another writer: run again"
             )
+    if not events:
+        raise ValueError(f"{path}: expected the log of a run, got no event")
     return events
 
 

@@ -9,7 +9,6 @@
     name = "Forward prefetch"
     points = 2
     clauses = ["fsdp.order.gathers-ahead-in-backward", "fsdp.traffic.*"]
-    share = false                         # optional; true: points by the share that passes
 
     [[item]]
     name = "Benchmarking script"
@@ -57,7 +56,7 @@ PROFILES = Path(__file__).parent / "profiles"
 NOT_RUN = "not run"
 """What became of a clause that an item needs and the run left out."""
 
-_KEYS = {"name", "points", "clauses", "share", "by_hand"}
+_KEYS = {"name", "points", "clauses", "by_hand"}
 _MAX_OUTPUT_LINES = 60
 
 
@@ -122,10 +121,9 @@ def resolve(profile: Mapping[str, Any], musts: Sequence[str]) -> dict[str, Any]:
                     "all ids are in spec_tests/CLAUSES.md"
                 )
             needed |= dict.fromkeys(matching)
-        items.append({"share": False, "by_hand": "", **item, "clauses": list(needed)})
+        items.append({"by_hand": "", **item, "clauses": list(needed)})
     return {
         "title": profile["title"],
-        "source": profile.get("source", ""),
         "level": profile.get("level", "correct"),
         "items": items,
     }
@@ -134,24 +132,24 @@ def resolve(profile: Mapping[str, Any], musts: Sequence[str]) -> dict[str, Any]:
 def score(events: Sequence[Event], implementation: str) -> dict[str, Any] | None:
     """The points of one implementation, or None if the run was not asked for any."""
     profile = header(events).get("points")
-    if profile is None:
-        return None
+    return None if profile is None else _score(events, implementation, profile)
+
+
+def _score(
+    events: Sequence[Event], implementation: str, profile: Mapping[str, Any]
+) -> dict[str, Any]:
     own = {cell.clause: cell for cell in cells(events, implementation)}
     items = [_score_item(item, own, is_complete(events)) for item in profile["items"]]
     judged = [item for item in items if not item["by_hand"] and not item["not_judged"]]
+    needed, level = profile.get("level", LEVELS[0]), level_of(events, implementation)
+    note = f"this profile needs --level {needed}; judged at {level}"
     return {
         "title": profile["title"],
-        "note": _note(profile.get("level", "correct"), level_of(events, implementation)),
+        "note": "" if is_within(needed, level) else note,
         "points": sum(item["points"] for item in judged),
         "of": sum(item["of"] for item in judged),
         "items": items,
     }
-
-
-def _note(needed: str, judged: str) -> str:
-    if is_within(needed, judged):
-        return ""
-    return f"this profile needs --level {needed}; judged at {judged}"
 
 
 def _score_item(item: Mapping[str, Any], own: Mapping[str, Cell], ended: bool) -> dict[str, Any]:
@@ -162,15 +160,11 @@ def _score_item(item: Mapping[str, Any], own: Mapping[str, Cell], ended: bool) -
             missing[clause] = outcome
     offers_any = any(missing.get(clause) != Outcome.NOT_OFFERED for clause in item["clauses"])
     by_hand = "" if offers_any else item["by_hand"]
-    share = 1 - len(missing) / len(item["clauses"]) if item["clauses"] else 0.0
-    if not item["share"]:
-        share = float(share == 1)
-    points = item["points"] * share if ended else 0
     # What an incomplete run did not come to is no choice of its user: it is worth nothing.
     left_out = ended and not by_hand and NOT_RUN in missing.values()
     return {
         "name": item["name"],
-        "points": 0 if left_out else round(points, 2),
+        "points": item["points"] if item["clauses"] and ended and not missing else 0,
         "of": item["points"],
         "by_hand": by_hand,
         "not_judged": left_out,
@@ -212,12 +206,20 @@ def render_gradescope(events: Sequence[Event]) -> str:
 
     With `--points` one test per item. Without, one per MUST clause of the level, a point each.
     """
-    names = implementations(events)
-    name = names[0] if names else ""
-    found = score(events, name)
-    tests = _one_per_clause(events, name) if found is None else _one_per_item(events, name, found)
+    name = [*implementations(events), ""][0]
+    each = [
+        {"name": cell.clause, "points": 1, "clauses": [cell.clause], "by_hand": ""}
+        for cell in cells(events, name)
+        if cell.strength == "MUST" and cell.outcome not in SILENT
+    ]
+    profile = header(events).get("points") or {"title": "", "items": each}
+    tests = _one_per_item(events, name, _score(events, name, profile))
+    said = [] if is_complete(events) else [INCOMPLETE]
+    said += [e["message"] for e in events if e.get("event") == "problem"]
     total = {
-        "output": _overview(events, name),
+        "output": "\n".join(
+            [*said, f"Judged by trainspec: {name}. Each message ends with its command."]
+        ),
         "output_format": "text",
         "stdout_visibility": "hidden",
         "execution_time": round(sum(float(e["duration_s"]) for e in results(events, name)), 1),
@@ -227,12 +229,6 @@ def render_gradescope(events: Sequence[Event]) -> str:
     if not any("max_score" in test for test in tests):
         total["score"] = 0  # Gradescope wants a score from somewhere
     return json.dumps(total, indent=1, ensure_ascii=False) + "\n"
-
-
-def _overview(events: Sequence[Event], name: str) -> str:
-    lines = [] if is_complete(events) else [INCOMPLETE]
-    lines += [e["message"] for e in events if e.get("event") == "problem"]
-    return "\n".join([*lines, f"Judged by trainspec: {name}. Each message ends with its command."])
 
 
 def _one_per_item(
@@ -249,36 +245,15 @@ def _one_per_item(
             test["output"] = f"{got(item)} points: {', '.join(left_out)} left out of the run"
             test["output"] += f"; {found['note']}" if found["note"] else ""
         else:
-            full = item["points"] == item["of"]
             each = (_clause_in_words(clause, own.get(clause)) for clause in item["missing"])
             said = clip("\n\n".join(each), _MAX_OUTPUT_LINES)
             test |= {
                 "score": item["points"],
                 "max_score": item["of"],
-                "status": "passed" if full and not item["missing"] else "failed",
+                "status": "failed" if item["missing"] else "passed",
                 "output": said or "every clause of this item passes",
             }
         tests.append(test)
-    return tests
-
-
-def _one_per_clause(events: Sequence[Event], name: str) -> list[dict[str, Any]]:
-    tests = []
-    for cell in cells(events, name):
-        if cell.strength != "MUST" or cell.outcome in SILENT:
-            continue
-        has_passed = cell.outcome is Outcome.PASSED and is_complete(events)
-        tests.append(
-            {
-                "name": cell.clause,
-                "score": float(has_passed),
-                "max_score": 1.0,
-                "status": "passed" if has_passed else "failed",
-                "output": clip(_clause_in_words(cell.clause, cell), _MAX_OUTPUT_LINES),
-                "tags": [cell.level],
-                "visibility": "visible",
-            }
-        )
     return tests
 
 

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from spec_tests.rig.ranks.watcher import stack_of_body
-from spec_tests.rig.sim.faults import Abandoned, NotSimulated, PeerGone
+from spec_tests.rig.sim.faults import NotSimulated, PeerGone
 from spec_tests.rig.sim.schedule import Chooser, Schedule
 
 # So many questions in a row, without any progress, and nobody is working on the answer.
@@ -109,9 +109,9 @@ class Rank:
 class Baton:
     """`size` ranks. Its threads live as long as it does; `run` gives each of them one job."""
 
-    def __init__(self, size: int, environment: dict[str, str], mark: mmap.mmap | None) -> None:
+    def __init__(self, size: int, mark: mmap.mmap) -> None:
         self.ranks = [
-            Rank(rank, Private({**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}))
+            Rank(rank, Private({"RANK": str(rank), "LOCAL_RANK": str(rank)}))
             for rank in range(size)
         ]
         self.chooser = Chooser(Schedule())
@@ -170,7 +170,7 @@ class Baton:
         """Return once `is_ready`; others run meanwhile. `waits_for` says what it is, in words.
 
         Raises:
-            Abandoned, PeerGone: it will never be, for no rank can go on.
+            PeerGone: it will never be, for no rank can go on.
         """
         me = self.me()
         self.steps += 1
@@ -223,7 +223,7 @@ class Baton:
         """This rank's body has ended; return when all have."""
         me = self.me()
         me.state = _State.ENDED
-        if self._all_ended():
+        if all(rank.state is _State.ENDED for rank in self.ranks):
             for rank in self.ranks:
                 rank.state = _State.READY
         else:
@@ -260,8 +260,7 @@ class Baton:
 
     def _hand_to(self, rank: Rank) -> None:
         self.holder = rank
-        if self._mark is not None:  # what the parent reads when this process dies
-            self._mark[0] = rank.index
+        self._mark[0] = rank.index  # what the parent reads when this process dies
         rank.baton.release()
 
     def _choose(self, current: Rank | None) -> Rank:
@@ -285,15 +284,11 @@ class Baton:
             return True
         return rank.state in (_State.WAITING, _State.POLLING) and rank.is_ready()
 
-    def _all_ended(self) -> bool:
-        return all(rank.state is _State.ENDED for rank in self.ranks)
-
     def _release_the_blocked(self) -> None:
         stuck = [rank for rank in self.ranks if rank.state in (_State.WAITING, _State.POLLING)]
         if not self._has_failed and not self.blocked:
             self.blocked = [Blocked(r.index, r.waits_for(), stack_of_body(r.thread)) for r in stuck]
-        kind = PeerGone if self._has_failed else Abandoned
         why = "a peer has failed" if self._has_failed else "no rank can go on"
         for rank in stuck:
             rank.polls = 0
-            rank.release = kind(f"rank {rank.index} waited for {rank.waits_for()}, but {why}")
+            rank.release = PeerGone(f"rank {rank.index} waited for {rank.waits_for()}, but {why}")

@@ -39,19 +39,10 @@ class Collectives:
         self._last: list[deque[tuple[Post, int, str]]] = [deque(maxlen=6) for _ in baton.ranks]
         self.issued: list[dict[str, int]] = [{} for _ in baton.ranks]
 
-    def enter(
-        self, rank: int, name: str, ranks: Sequence[int], own: int, *, is_pretended: bool = False
-    ) -> None:
-        """Rank `rank` has made the group `name` and is number `own` of it.
-
-        In a pretended one nobody else ever comes.
-        """
-        if is_pretended:
-            place = Place(name, tuple(ranks), is_pretended=True)
-        else:
-            key = (name, tuple(ranks))
-            place = self._places.setdefault(key, Place(*key))
-        self._here[rank][name] = place, own
+    def enter(self, rank: int, name: str, ranks: Sequence[int], own: int) -> None:
+        """Rank `rank` has made the group `name` and is number `own` of it."""
+        key = (name, tuple(ranks))
+        self._here[rank][name] = self._places.setdefault(key, Place(*key)), own
 
     @property
     def is_tidy(self) -> bool:
@@ -100,10 +91,6 @@ class Collectives:
         """Launch a collective; the boxed work. `unit` must be alike in numbers and dtypes."""
         me = self.baton.me().index
         place, rank = self._place(me, group)
-        if place.is_pretended:
-            if operation.startswith("all_gather"):
-                _bring_alone(len(place.ranks), operation, inputs, outputs, combine)
-            return self._nothing(me, rank, operation)
         alike = {
             "sizes": tuple([tensor.numel() for tensor in unit]),
             "dtypes": tuple([tensor.dtype for tensor in unit]),
@@ -144,8 +131,6 @@ class Collectives:
     ) -> Any:
         me = self.baton.me().index
         place, rank = self._place(me, group)
-        if place.is_pretended:
-            return self._nothing(me, rank, operation)
         whom = "anybody" if peer is None else f"rank {place.ranks[peer]}"
         alike: dict[str, Any] = {"to" if operation == "send" else "from": whom, "tag": tag}
 
@@ -158,14 +143,6 @@ class Collectives:
             )
 
         return self._launch(me, place, rank, operation, alike, inputs, outputs, deliver)
-
-    def _nothing(self, me: int, rank: int, operation: str) -> Any:
-        """An operation of a pretended group: complete, and no tensor has changed."""
-        post = Post(rank, operation, {}, [], call_site())
-        work = SimWork(self.baton, me, post, lambda: True, lambda: operation)
-        work.is_done = True
-        self.launched[me].append(work)
-        return work.boxed()
 
     def _launch(
         self,
@@ -233,16 +210,6 @@ class Collectives:
                         f"simulated ranks are of one process, and ranks {other} and {me} share the "
                         f"buffer that is handed over at {call_site()}"
                     )
-
-
-def _bring_alone(
-    size: int, operation: str, inputs: Tensors, outputs: Tensors, combine: Combine
-) -> None:
-    """As torch's fake group does: whoever gathers gets its own from each of the others too."""
-    posts = [Post(rank, operation, {}, list(inputs), "") for rank in range(size)]
-    with BehindAutograd():
-        for output, result in zip(outputs, combine(posts)[0], strict=True):
-            output.data.copy_(result.view_as(output))
 
 
 def _deliver(place: Place, letter: Letter) -> None:

@@ -31,8 +31,4 @@ class NotSimulated(SimError, NotHere):
 
 
 class PeerGone(SimError):
-    """Raised in a rank whose peer has failed: an echo, never the cause."""
-
-
-class Abandoned(SimError):
-    """Raised in the ranks of a deadlock, so that they unwind."""
+    """Raised where a rank waits for one that has failed, or in a deadlock: never the cause."""

@@ -84,13 +84,11 @@ class _FakeMeta(type):
         return isinstance(instance, _c10d.FakeProcessGroup)
 
 
-def _create_fake(rank: int, size: int) -> Any:
-    create = getattr(_c10d.FakeProcessGroup, "_create_internal", _c10d.FakeProcessGroup)
-    return create(rank, size)
+_KEPT: list[object] = []  # the kernels live as long as their library
 
 
-def install(baton: Callable[[], Baton], now: Callable[[], Collectives]) -> list[object]:
-    """Hook in, where `needs` is empty. Keep what it returns: the kernels live as long."""
+def install(baton: Callable[[], Baton], now: Callable[[], Collectives]) -> None:
+    """Hook in, where `needs` is empty."""
     c10d._world = _Worlds(baton)  # type: ignore[assignment]  # stands for it
     _c10d._set_thread_isolation_mode(True)
     _stand_in_for_gloo(now)
@@ -102,7 +100,7 @@ def install(baton: Callable[[], Baton], now: Callable[[], Collectives]) -> list[
             if f"c10d::{name}" in present:
                 library.impl(name, getattr(kernels, name), "CPU", allow_override=True)
                 library.impl(name, _refuse_cuda, "CUDA", allow_override=True)
-    return [library]
+    _KEPT.append(library)
 
 
 def _refuse_cuda(*args: Any, **kwargs: Any) -> Any:
@@ -122,7 +120,7 @@ def _stand_in_for_gloo(now: Callable[[], Collectives]) -> None:
                     "torch.distributed only (init_process_group, new_group); judge it with "
                     "--transport gloo"
                 )
-            return _create_fake(rank, size)
+            return getattr(fake, "_create_internal", fake)(rank, size)
 
     making: list[int] = []
     original = c10d._new_process_group_helper
@@ -135,12 +133,9 @@ def _stand_in_for_gloo(now: Callable[[], Collectives]) -> None:
             making.pop()
         if isinstance(group, dist.ProcessGroup):
             _disguise(group)
-            me = now().baton.me().index
             given = args[2] if len(args) > 2 else kwargs["global_ranks_in_group"]
-            is_pretended = str(args[3] if len(args) > 3 else kwargs["backend"]) == "fake"
             ranks = given or range(group.size())
-            own = group.rank()
-            now().enter(me, group.group_name, ranks, own, is_pretended=is_pretended)
+            now().enter(now().baton.me().index, group.group_name, ranks, group.rank())
         return group, store
 
     c10d._new_process_group_helper = make_group  # type: ignore[assignment]  # stands for it

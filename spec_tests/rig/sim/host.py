@@ -131,22 +131,19 @@ class _Host:
 
 
 def main(config: live.RankConfig, tasks: Connection, control: Connection) -> None:
-    """Serve until told to stop. Entry point of the forked process."""
+    """Serve until the parent ends it. Entry point of the forked process."""
     output = live.begin(config, tasks, control, {})
     impl, greeting = live.load_implementation(config.target, "sim")
     with (Path(config.scratch).parent / "baton").open("r+b") as file:
-        baton = Baton(config.world_size, {}, mmap.mmap(file.fileno(), 1))
+        baton = Baton(config.world_size, mmap.mmap(file.fileno(), 1))
     host = _Host(config, impl, baton)
-    kept = hooks.install(lambda: baton, lambda: host.now)
+    hooks.install(lambda: baton, lambda: host.now)
     live.start_watcher(control, config, lambda: _doing(host))
     live.greet(tasks, greeting)
     while True:
-        task: SimTask | None = wire.loads(tasks.recv_bytes())
-        if task is None:
-            break
+        task: SimTask = wire.loads(tasks.recv_bytes())
         os.ftruncate(output, 0)
         tasks.send_bytes(wire.dumps(host.do(task)))
-    del kept
 
 
 def _doing(host: _Host) -> Doing:

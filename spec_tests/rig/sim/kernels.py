@@ -223,12 +223,9 @@ def _rows(post: Post, rank: int, size: int) -> Tensors:
 
 
 def _exchanged(posts: list[Post]) -> list[Tensors]:
-    pieces = [_cut(post.inputs[0], post.sizes[1], len(posts)) for post in posts]
+    sent = ((post.inputs[0], post.sizes[1]) for post in posts)
+    pieces = [tensor.split(sizes or len(tensor) // len(posts)) for tensor, sizes in sent]
     return [[torch.cat([row[post.rank] for row in pieces])] for post in posts]
-
-
-def _cut(tensor: torch.Tensor, sizes: list[int], num_parts: int) -> Tensors:
-    return tensor.split(sizes or tensor.shape[0] // num_parts)
 
 
 # ------------------------------------------------------------ arithmetic, in order of the ranks

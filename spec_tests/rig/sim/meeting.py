@@ -78,14 +78,10 @@ class Meeting:
 
 @dataclass
 class Place:
-    """One process group: its ranks, and the meetings that are not full.
-
-    A pretended one, of torch's backend "fake", has one rank that is there: it meets nobody.
-    """
+    """One process group: its ranks, and the meetings that are not full."""
 
     name: str
     ranks: tuple[int, ...]
-    is_pretended: bool = False
     arrived: list[int] = field(default_factory=list)
     open: dict[int, Meeting] = field(default_factory=dict)
     empty_handed: list[Letter] = field(default_factory=list)

@@ -36,7 +36,6 @@ from spec_tests.rig.ranks.zygote import (
     RANK_ENVIRONMENT,
     forget_triton,
     share_zygote,
-    start_method,
 )
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -146,7 +145,7 @@ def start(
     # For what the command itself starts; this process gets the parent's sys.path.
     settings = {**RANK_ENVIRONMENT, "PYTHONPATH": str(ROOT), **(environment or {})}
     words = [str(argument) for argument in arguments]
-    process = get_context(start_method()).Process(  # type: ignore[attr-defined]  # both have it
+    process = get_context("forkserver").Process(
         target=_run,
         args=(module, words, str(folder), settings, name),
         daemon=True,

@@ -24,8 +24,8 @@ from spec_tests.bench.__main__ import BENCHMARKS
 from spec_tests.rig.outcome_hooks import Run
 from spec_tests.rig.plugin import _nothing_to_run
 from spec_tests.rig.ranks.world import Worlds
-from spec_tests.rig.report import INCOMPLETE
 from spec_tests.rig.report.eventlog import read_log
+from spec_tests.rig.report.text import INCOMPLETE
 from spec_tests.tests.reference import launch
 from spec_tests.tests.rig.helpers import RIGHT, ROOT, python, within
 

@@ -199,10 +199,9 @@ def extra_collective(ctx: Context) -> None:
         dist.all_reduce(torch.ones(2), async_op=True)
 
 
-def test_ranks_out_of_step_are_told_and_get_a_new_group(worlds: Worlds):
+def test_ranks_out_of_step_get_a_new_group_and_are_no_finding(worlds: Worlds):
     # No failure: sends and receives are counted too, and a star of them is right.
-    leaks = worlds.world(2).run(extra_collective).leaks
-    assert any("different numbers of operations" in leak for leak in leaks)
+    assert worlds.world(2).run(extra_collective).leaks == ()
     assert_healthy(worlds, 2)
 
 

@@ -12,7 +12,7 @@ from spec_tests import museum
 from spec_tests.rig import ledger
 from spec_tests.rig.clause import Clause
 from spec_tests.rig.outcomes import Event, Outcome
-from spec_tests.rig.report import render_page
+from spec_tests.rig.report.page import render_page
 from spec_tests.tests.rig.browser import Visit, require_decent
 from spec_tests.tests.rig.logs import log, profile, result
 

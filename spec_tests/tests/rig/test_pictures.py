@@ -15,8 +15,8 @@ from spec_tests.rig import judge
 from spec_tests.rig.judge import evidence
 from spec_tests.rig.ranks.errors import RankDied, RankHung, RankReport
 from spec_tests.rig.report import pictures
+from spec_tests.rig.report.causes import source_of
 from spec_tests.rig.report.eventlog import read_log
-from spec_tests.rig.report.source import source_of
 from spec_tests.tests.rig.test_command import spec_tests
 
 

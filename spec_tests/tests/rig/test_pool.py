@@ -95,13 +95,13 @@ def surroundings(ctx: Context) -> list[object]:
         *(os.environ.get(name) for name in names),
         torch.get_num_threads(),
         str(ctx.device),
+        "torch._dynamo" in sys.modules,
     ]
 
 
-def test_a_rank_on_cpu_has_gloo_and_one_thread_and_sees_no_gpu(own: Worlds):
+def test_a_rank_on_cpu_has_gloo_and_one_thread_no_gpu_and_torch_preloaded(own: Worlds):
     for rank, found in enumerate(own.world(2).run(surroundings)):
-        assert found == ["gloo", 2, str(rank), "2", str(rank), "", 1, "cpu"]
-    assert own.pool(2, None, "gloo").was_preloaded, "forked with torch"
+        assert found == ["gloo", 2, str(rank), "2", str(rank), "", 1, "cpu", True]
 
 
 def write_then_list(ctx: Context, word: str) -> list[str]:
@@ -166,14 +166,13 @@ def test_a_group_that_leaves_a_rank_out_is_refused_there(worlds: Worlds):
 # ------------------------------------------------------------------------- life and cost of a pool
 
 
-@pytest.mark.parametrize("how", ["stop", "kill"])
-def test_no_rank_outlives_its_pool(own: Worlds, how: str):
+def test_no_rank_outlives_its_pool(own: Worlds):
     own.world(3).run(bodies.empty)
     pool = own.pool(3, None, "gloo")
     pids = pool.pids()
     assert len(alive(set(pids))) == 3
-    getattr(pool, how)()
-    getattr(pool, how)()  # a second time does no harm
+    pool.kill()
+    pool.kill()  # a second time does no harm
     assert not alive(pids)
 
 

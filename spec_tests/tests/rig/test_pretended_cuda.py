@@ -23,9 +23,10 @@ from spec_tests.rig.ranks.cuda_runtime import PRETENDED_CUDA
 from spec_tests.rig.ranks.rank import Context
 from spec_tests.rig.ranks.wire import Frame, RemoteError
 from spec_tests.rig.ranks.world import Worlds
-from spec_tests.rig.report import render_ending, render_summary
 from spec_tests.rig.report.data import as_report
+from spec_tests.rig.report.ending import render_ending
 from spec_tests.rig.report.page import render_page
+from spec_tests.rig.report.text import render_summary
 from spec_tests.rig.sim import hooks
 from spec_tests.tests.rig.helpers import CHECKOUTS, MEAN, MEAN_CASE, judged
 from spec_tests.tests.rig.logs import log

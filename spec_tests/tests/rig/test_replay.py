@@ -19,7 +19,7 @@ import torch
 
 from spec_tests import impls
 from spec_tests.rig import plugin
-from spec_tests.rig.judge import repeat, replay, runner
+from spec_tests.rig.judge import replay, runner
 from spec_tests.rig.outcomes import Outcome
 from spec_tests.rig.ranks.errors import DIFFERS, RankRaised
 from spec_tests.rig.ranks.world import Worlds
@@ -49,7 +49,7 @@ def test_a_finding_of_simulated_ranks_is_told_with_what_gloo_says(
 ):
     faulty = worlds.world(2, impls.parse(f"impostor:{impostor}"), transport="sim")
     rejecting = clause_named(clause)
-    with pytest.raises(Exception) as caught, replay.telling(rejecting, case, faulty):
+    with pytest.raises(Exception) as caught, replay.Replays().telling(rejecting, case, faulty):
         rejecting.test(world=faulty, **case)
     assert re.match(f"replayed on gloo: {said}", caught.value.__notes__[-1])
 
@@ -96,7 +96,7 @@ def test_what_only_simulated_ranks_show_of_modules_with_state_is_not_judged(
     world = worlds.world(2, mine(DDP + MEANT + line), transport="sim")
     # What is skipped would skip this test.
     with pytest.raises((RankRaised, unittest.SkipTest), match=said):
-        with replay.telling(MEAN, CASE, world):
+        with replay.Replays().telling(MEAN, CASE, world):
             MEAN.test(world=world, **CASE)
 
 
@@ -106,12 +106,12 @@ def test_what_only_simulated_ranks_show_of_modules_with_state_is_not_judged(
         ("n = 0\ndef f():\n    global n\n    n += 1\n", "mine.py:3: `n`"),
         ("seen: dict = {}\ndef f(x):\n    seen[x] = 1\n", "mine.py:1: `seen: dict = {}`"),
         ("numbers = count(1)\ndef f():\n    return next(numbers)\n", "numbers = count(1)"),
-        ("names = set(('a',))\nempty = []\ndef f(x):\n    return x in names, empty\n", ""),
+        ("names = set(('a',))\ndef f(x):\n    return x in names, []\n", ""),
         ("def f(:\n", ""),
         ("# coding: latin-1\na = '\xe4'\ns = []\ndef f(x):\n    s.append(x)\n", "mine.py:3: `s"),
     ],
 )
-def test_state_in_a_module_is_what_a_function_changes(tmp_path: Path, text: str, state: str):
+def test_state_in_a_module_is_what_is_there_to_be_changed(tmp_path: Path, text: str, state: str):
     (file := tmp_path / "mine.py").write_bytes(text.encode("latin-1"))
     found = shared.state_of(impls.parse(str(file)))
     assert (state in found) if state else found == ""
@@ -120,8 +120,8 @@ def test_state_in_a_module_is_what_a_function_changes(tmp_path: Path, text: str,
 def test_a_torch_without_a_hook_is_told_and_clauses_of_schedules_are_not_judged(
     worlds: Worlds, monkeypatch: pytest.MonkeyPatch
 ):
+    clause = clause_named("ddp.schedule.waits-for-every-launch")  # imports what is deleted here
     monkeypatch.delattr(torch._C._distributed_c10d, "FakeProcessGroup")
-    clause = clause_named("ddp.schedule.waits-for-every-launch")
     found = runner.run_case(clause, impls.parse("solution"), {"world": 2, "subject": "ddp"}, worlds)
     assert found.outcome is Outcome.NOT_HERE
     assert "lacks ..._distributed_c10d.FakeProcessGroup" in found.message
@@ -196,7 +196,7 @@ def test_what_fails_only_after_other_cases_says_so_and_fails_again(tmp_path: Pat
 def found(worlds: Worlds, which: Target, id: str = MEAN.id, case: Mapping[str, Any] = CASE) -> str:
     """What a clause says of an implementation after a second run."""
     world, clause = worlds.world(3, which), clause_named(id)
-    telling = repeat.Repeats().telling(clause, {**case, "world": 3}, world)
+    telling = replay.Replays().telling(clause, {**case, "world": 3}, world)
     with pytest.raises(Exception) as caught, telling:
         clause.test(world=world, **case)
     return str(caught.value)
@@ -207,7 +207,7 @@ def test_what_is_written_in_flight_differs_and_simulated_ranks_prove_it(
 ):
     # Whether two runs differ is chance on live ranks; that they do is given here.
     runs = iter(["[x]  Y.\nrank 1, 'b' (3,): expected z\nlargest error 5 at (0,)"])
-    monkeypatch.setattr(repeat, "_run", lambda *_: next(runs))
+    monkeypatch.setattr(replay, "_run", lambda *_: next(runs))
     said = found(worlds, mine(DDP + DIVIDED_IN_FLIGHT)).splitlines()
     assert said[1] == DIFFERS
     assert said[2].startswith("one run: rank 0, '")

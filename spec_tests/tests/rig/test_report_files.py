@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from pathlib import Path
 
 import pytest
 
 from spec_tests.rig import ledger
-from spec_tests.rig.report import compare, data, points, render_gradescope, render_json
+from spec_tests.rig.report import compare, data, points
+from spec_tests.rig.report.data import render_json
+from spec_tests.rig.report.points import render_gradescope
 from spec_tests.tests.rig.logs import MESSAGE, STORY, TOLD, log, result
 
 MEAN = "ddp.gradients.mean"
@@ -28,21 +29,6 @@ def test_every_key_that_the_schema_documents_is_there_and_no_other():
         assert set(part) <= documented, set(part) - documented
     top = "schema complete verdict run problems implementations clauses"
     assert set(found) == set(top.split())
-
-
-def test_a_report_is_read_from_folder_log_and_json(tmp_path: Path):
-    events = log(result("failed"), result(case="w3"))
-    (tmp_path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
-    (tmp_path / "report.json").write_text(render_json(events))
-    read = [data.read_report(tmp_path / name) for name in ("", "events.jsonl", "report.json")]
-    assert read[0] == read[1] == read[2] == data.as_report(events)
-
-
-@pytest.mark.parametrize("text", ["{}", "[]", "", '{"schema": "trainspec-report/2"}'])
-def test_another_file_is_no_report(tmp_path: Path, text: str):
-    (tmp_path / "report.json").write_text(text)
-    with pytest.raises(ValueError, match="expected a report of schema 'trainspec-report/1'"):
-        data.read_report(tmp_path / "report.json")
 
 
 # ------------------------------------------------------------------------------------------- points
@@ -100,7 +86,7 @@ def test_a_bad_profile_is_refused(tmp_path: Path, text: str, said: str):
 
 def compared(before: list, after: list) -> dict[str, tuple[str, bool]]:
     """Clause to kind of change and whether it decides."""
-    found = compare.compare(data.as_report(before), data.as_report(after))
+    found = compare.compare(before, after)
     return {change.clause: (change.kind, change.decides) for change in found}
 
 
@@ -137,23 +123,26 @@ def test_what_became_of_a_clause():
 
 
 def test_reports_without_a_common_implementation_are_refused():
-    report = data.as_report(log(result(), implementations=["solution"]))
-    other = copy.deepcopy(report)
-    other["implementations"] = [{**report["implementations"][0], "name": n} for n in ("a", "b")]
+    one, two = log(result()), log(*(result(implementation=n) for n in "ab"), implementations=[])
     with pytest.raises(ValueError, match="that both reports judge, got solution before and a, b"):
-        compare.compare(report, other)
+        compare.compare(one, two)
 
 
 def test_the_command_compares_whole_reports_alone(tmp_path: Path, capsys):
     """What it says of one that broke or got better is seen in `test_command`."""
 
     def write(name: str, events: list) -> str:
-        (tmp_path / name).write_text(render_json(events))
+        (tmp_path / name).mkdir()
+        lines = "".join(json.dumps(event) + "\n" for event in events)
+        (tmp_path / name / "events.jsonl").write_text(lines)
         return str(tmp_path / name)
 
-    good = write("good.json", log(result()))
-    torn = write("torn.json", log(result(), is_finished=False))
-    assert compare.main([good, good]) == 0
+    good, torn = write("good", log(result())), write("torn", log(result(), is_finished=False))
+    assert compare.main([good, f"{good}/events.jsonl"]) == 0
     assert compare.main([good, torn]) == 2
+    assert compare.main([good, write("empty", [])]) == 2
     assert compare.main([good, str(tmp_path / "nowhere")]) == 2
-    assert "expected a folder that --report wrote" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "expected a run that reached its end" in said
+    assert "expected the log of a run, got no event" in said
+    assert "No such file or directory" in said

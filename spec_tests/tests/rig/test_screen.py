@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import re
 import signal
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,11 +21,11 @@ from spec_tests.rig.live import Live
 from spec_tests.rig.outcomes import Event, is_complete
 from spec_tests.rig.progress import Progress
 from spec_tests.rig.ranks.errors import DIFFERS
-from spec_tests.rig.report import INCOMPLETE, render_ending
 from spec_tests.rig.report.causes import causes
 from spec_tests.rig.report.diagnosis import FEW_JUDGED, Dictionary, Families, families
+from spec_tests.rig.report.ending import render_ending
 from spec_tests.rig.report.eventlog import EventLog, read_log
-from spec_tests.rig.report.text import clip
+from spec_tests.rig.report.text import INCOMPLETE, clip
 from spec_tests.rig.target import PACKAGE_ROOT
 from spec_tests.tests.rig import golden
 from spec_tests.tests.rig.helpers import python
@@ -82,9 +83,10 @@ def test_progress_is_one_line_on_a_terminal_and_appended_to_a_file(is_terminal: 
 
 KILLED = """\
 import os, signal, sys
+from pathlib import Path
 from spec_tests.rig.report.eventlog import EventLog, read_log
 from spec_tests.tests.rig.logs import MESSAGE, START, add
-add(EventLog.start(sys.argv[1], **START), "failed", message=MESSAGE)
+add(EventLog(Path(sys.argv[1]), **START), "failed", message=MESSAGE)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -101,7 +103,7 @@ def test_the_ending_of_a_killed_run_is_made_of_its_log(tmp_path: Path, capsys):
     assert "summed and not divided" in said
     assert said.endswith(f"report: {tmp_path}/pages/index.html\n")
     assert INCOMPLETE in (tmp_path / "pages" / "index.html").read_text()
-    with EventLog.start(path, **START) as log:
+    with closing(EventLog(path, **START)) as log:
         add(log)
         log.finish()
     assert command.main(["report", str(path)]) == 0

@@ -191,7 +191,7 @@ def test_what_cannot_be_simulated_is_refused_in_plain_words(worlds: Worlds, body
         ("raise", RankRaised, "rank 1 of 2 raised KeyError"),
         ("exit", RankRaised, "rank 1 of 2 raised SystemExit: 3"),
         ("os-exit", RankDied, "rank 1 of 2: exited with 3"),
-        ("hang", RankHung, "rank 1 is blocked outside of a collective"),
+        ("hang", RankHung, "rank 1 blocked, nothing moved for .*, outside of a collective"),
         ("leave", Deadlock, "no rank can go on"),
         ("mismatch", RankRaised, "CollectiveMismatch"),
     ],
