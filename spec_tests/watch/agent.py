@@ -25,7 +25,7 @@ from spec_tests.rig.report.text import several
 from spec_tests.watch import compare, data, numbers, reduction, replayed, traffic  # noqa: F401
 from spec_tests.watch.norm import STEP_CHECKS, Finding, is_must
 from spec_tests.watch.run import Rank, Run, Step
-from spec_tests.watch.verdict import ORDER, Verdict, causes_of, softened
+from spec_tests.watch.verdict import APART, ORDER, Verdict, as_advice, causes_of
 
 BOOT = Path(__file__).parent / "boot"
 _GRACE_SECONDS = 3.0
@@ -287,12 +287,15 @@ class Agent:
         run = self.run
         if own == 0:  # started again by torchrun, or killed to show that a run can be resumed
             earlier, last = self.findings[: self._went_on], self.findings[self._went_on :]
-            self.findings = [*map(_recovered, earlier), *last]
+            words = "the command went on and ended with 0"
+            ended = [as_advice(f, words) if f.norm == "watch.run.ends" else f for f in earlier]
+            self.findings = [*ended, *last]
         if not self._was_stopped:
             self._report_end(run)
         if run.averaged:
-            before = min(run.averaged.values())
-            self.findings = [softened(each, before) for each in self.findings]
+            words = "ranks train alone and average their weights now and then: before step "
+            words += f"{min(run.averaged.values())} weights were made equal, to those of no rank"
+            self.findings = [as_advice(f, words) if f.norm in APART else f for f in self.findings]
         steps = self._steps + max(run.steps_taken().values(), default=0)
         unseen = list(dict.fromkeys(run.notes))
         status = int(any(self._options.strict or is_must(each) for each in self.findings))
@@ -311,27 +314,15 @@ class Agent:
             return f"the ranks are judged by the agent of rank 0, at {self.moved_to}"
         if any(rank.forwards for rank in self.run.ranks.values()):
             return f"forwards were seen, but no optimizer step, and the command ended with {own}"
-        if any(Path(self._scratch).glob("torch-*")):
-            return (
-                "torch was imported, but neither a training forward (train(), gradients enabled, "
-                "in the thread that imported torch) nor a step of a torch.optim.Optimizer was seen"
-            )
         return (
-            "no process of the command imported torch, or its Python was started with -E, -I or "
-            "-S, which take no start-up hook"
+            "neither a training forward (train(), gradients enabled, in the thread that imported "
+            "torch) nor a step of a torch.optim.Optimizer was seen; a Python that was started with "
+            "-E, -I or -S takes no start-up hook"
         )
 
 
 def _say(text: str) -> None:
     sys.stderr.write(f"trainspec watch: {text}\n")
-
-
-def _recovered(finding: Finding) -> Finding:
-    """Return the end of a rank as advice: the command went on after it and ended with 0."""
-    if finding.norm != "watch.run.ends":
-        return finding
-    likely = "; ".join(filter(None, [finding.likely, "the command went on and ended with 0"]))
-    return dataclasses.replace(finding, is_advice=True, likely=likely)
 
 
 # -------------------------------------------------------------------------------------- the command

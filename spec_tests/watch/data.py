@@ -28,7 +28,8 @@ def batches_distinct(step: Step) -> Iterator[Finding]:
         # Noise, or the prompts of a second model, may be the same on purpose; one model's tokens
         # not.
         roots = {forward["root"] for forward in step.events[rank]["forwards"]}
-        is_one = len(roots) == 1 and bool(same) and _are_tokens(same[0])
+        are_tokens = any(dtype.startswith(("int", "uint")) for b in same[:1] for _, dtype, _ in b)
+        is_one = len(roots) == 1 and are_tokens
         if same and (len(same) == len(ours) or is_one):
             yield step.finding(
                 rank,
@@ -84,10 +85,6 @@ def _whole_batches(event: Any) -> list[tuple[Any, ...]]:
 def _size(batch: tuple[Any, ...]) -> int:
     """Return the elements of the largest input."""
     return max(math.prod(shape) for _, _, shape in batch)
-
-
-def _are_tokens(batch: tuple[Any, ...]) -> bool:
-    return any(dtype.startswith(("int", "uint")) for _, dtype, _ in batch)
 
 
 @step_norm("watch.steps.same", source=_DDP)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -25,7 +26,7 @@ class Current:
 def probe_to_ask() -> Any:
     """Return the probe, unless this is compiled code, another thread, or the probe's own doing."""
     probe = None if torch.compiler.is_compiling() else Current.probe
-    if probe is None or probe.is_busy or not probe.is_main():
+    if probe is None or probe.is_busy or probe.thread != threading.get_ident():
         return None
     return None if _is_traced() else probe
 

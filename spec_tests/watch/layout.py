@@ -142,12 +142,17 @@ class Names:
 
     def _learn_shards(self, module: nn.Module, labels: dict[int, str]) -> None:
         """Read the shards of a unit whose full weights are in place, as `unshard()` leaves them."""
-        units = unit_parameters(module)
-        if _is_unit(module):  # a DTensor, or full weights that are in place
-            whole = {id(getattr(own, "_unsharded_param", None)) for own in units}
-            for parameter in module.parameters():
-                if not is_dtensor(parameter) and id(parameter) not in whole:
-                    self.of(parameter).is_added = True
+        kinds = (k.__module__ for k in type(module).__mro__ if k.__name__ == "FSDPModule")
+        if not any(kind.startswith("torch.") for kind in kinds):
+            return
+        unit: Any = module
+        state = unit._get_fsdp_state()
+        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+        units = [each for group in groups if group is not None for each in group.fsdp_params]
+        whole = {id(getattr(own, "_unsharded_param", None)) for own in units}
+        for parameter in module.parameters():  # a DTensor, or full weights that are in place
+            if not is_dtensor(parameter) and id(parameter) not in whole:
+                self.of(parameter).is_added = True
         for own in units:
             owner, name = own._module_info.module, own._module_info.param_name
             self.units.add(id(owner))
@@ -262,21 +267,6 @@ def full_weights(module: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
                 yield owner, name, parameter
 
 
-def unit_parameters(module: nn.Module) -> list[Any]:
-    """Return what `fully_shard` keeps of each parameter of a unit."""
-    if not _is_unit(module):
-        return []
-    unit: Any = module
-    state = unit._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-    return [each for group in groups if group is not None for each in group.fsdp_params]
-
-
-def _is_unit(module: nn.Module) -> bool:
-    kinds = (each.__module__ for each in type(module).__mro__ if each.__name__ == "FSDPModule")
-    return any(kind.startswith("torch.") for kind in kinds)
-
-
 def _of_mesh(parameter: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     mesh, placements = parameter.device_mesh, parameter.placements
     at = mesh.get_coordinate() or [-1] * mesh.ndim
@@ -298,11 +288,16 @@ def own_part(full: Tensor, shard: Any) -> Tensor | None:
     """Return the part of a full tensor that a DTensor holds here; None where it is not plain."""
     kinds = [type(p).__name__ for p in shard.placements if not p.is_replicate()]
     part = part_of(shard) if kinds == ["Shard"] and full.shape == shard.shape else None
+    return None if part is None else cut(full, part)
+
+
+def cut(full: Tensor, part: tuple[int, int, int] | None) -> Tensor:
+    """Return a part, as `part_of` gives it, of a full tensor; all of it where that is None."""
     if part is None:
-        return None
+        return full
     dim, parts, index = part
     pieces = full.chunk(parts, dim=dim)
-    return pieces[index] if index < len(pieces) else None
+    return pieces[index] if index < len(pieces) else full.narrow(dim, 0, 0)
 
 
 def fingerprint(tensor: Tensor, *, is_mixed: bool = False) -> Tensor:

@@ -109,10 +109,10 @@ class Link:
         self._is_over.set()
         self._heart.join(timeout=5)
 
-    def wait_for_answer(self, seconds: float) -> None:
+    def wait_for_answer(self) -> None:
         """Wait until the agent has read what was sent; it answers with one byte."""
         self.send("done")
-        self._socket.settimeout(seconds)
+        self._socket.settimeout(10)
         with contextlib.suppress(OSError):
             self._socket.recv(1)
 

@@ -184,7 +184,8 @@ def _taken(probe: Any, batch: Any, iterator: Any) -> None:
     probe.feeds.current = feed = probe.feeds.of.get(iterator)
     if feed is not None:
         feed.begin()
-    tensors = [t for t in tensors_of(batch) if t.dim() and t.layout is torch.strided]
+    # Not of an object, such as a batch of graphs, whose first dim need not be that of samples.
+    tensors = [t for t in tensors_of((batch,)) if t.dim() and t.layout is torch.strided]
     if feed is not None and tensors:
         feed.take(tensors)
 

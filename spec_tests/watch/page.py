@@ -19,7 +19,7 @@ from spec_tests.rig.report.text import several
 from spec_tests.watch import compare
 from spec_tests.watch.norm import NORMS, is_must
 from spec_tests.watch.run import Run
-from spec_tests.watch.verdict import Verdict, seen_in_words
+from spec_tests.watch.verdict import Verdict, headline
 
 _LEFT, _WIDE, _TOP, _LANE = 64, 860, 18, 30
 _LABEL = 44  # least distance between two step numbers
@@ -47,7 +47,8 @@ def as_data(verdict: Verdict, run: Run, command: Sequence[str]) -> dict[str, Any
         }
         for cause in verdict.causes
     ]
-    return {**vars(verdict), "command": [*command], "causes": causes, "timeline": [*run.timeline]}
+    more = {"headline": headline(verdict), "command": [*command], "timeline": [*run.timeline]}
+    return {**vars(verdict), **more, "causes": causes}
 
 
 def page(data: Mapping[str, Any]) -> str:
@@ -56,24 +57,15 @@ def page(data: Mapping[str, Any]) -> str:
     Args:
         data: what `as_data` returns.
     """
-    is_judged = data["status"] == 1 or (data["status"] == 0 and data["steps"])
     template = of_pages(Path(__file__).parent).get_template("page.html.jinja")
     return template.render(
         data=data,
         command=shlex.join(data["command"]),
         styles=unindented("house.css"),
-        kind=("good", "bad")[data["status"]] if is_judged else "warn",
-        verdict=_verdict(data) if is_judged else "Nothing was judged",
+        kind=("good" if data["steps"] else "warn", "bad", "warn")[data["status"]],
         causes=sorted(data["causes"], key=lambda cause: cause["strength"] != "MUST"),
         timeline=_timeline(data) if data["timeline"] else None,
     )
-
-
-def _verdict(data: Mapping[str, Any]) -> str:
-    musts = sum(cause["strength"] == "MUST" for cause in data["causes"])
-    found = several(musts, "cause") if musts else "Advice alone, under --strict,"
-    of = (data["steps"], data["ranks"], data["replayed"], len(data["causes"]) - musts)
-    return f"{found if data['status'] else 'Nothing wrong'} in {seen_in_words(*of)}"
 
 
 def _timeline(data: Mapping[str, Any]) -> dict[str, Any]:

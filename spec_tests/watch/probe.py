@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import itertools
 import json
 import os
 import sys
@@ -69,13 +70,10 @@ def start() -> None:
     os.register_at_fork(after_in_child=forget)
     atexit.register(ended)
     sys.excepthook = functools.partial(raised, sys.excepthook)
-    if "RANK" in os.environ and "LOCAL_RANK" in os.environ and not _is_child():
-        Current.probe.connect()
-
-
-def _is_child() -> bool:
     process = sys.modules.get("multiprocessing.process")
-    return process is not None and process.parent_process() is not None
+    is_child = process is not None and process.parent_process() is not None
+    if "RANK" in os.environ and "LOCAL_RANK" in os.environ and not is_child:
+        Current.probe.connect()
 
 
 class Probe:
@@ -92,6 +90,7 @@ class Probe:
         self.talked = 0  # collectives before the forward that is running
         self.takes_gradients = True
         self.optimizers: weakref.WeakKeyDictionary[Any, Watched] = weakref.WeakKeyDictionary()
+        self._numbers = itertools.count()  # of optimizers, in the order of their first steps
         self.stepping: int | None = None
         self.recordings: weakref.WeakKeyDictionary[nn.Module, Recording] = (
             weakref.WeakKeyDictionary()
@@ -106,13 +105,9 @@ class Probe:
         self._roots: weakref.WeakKeyDictionary[nn.Module, tuple[object, ...]] = (
             weakref.WeakKeyDictionary()
         )
-        self._thread = threading.get_ident()
+        self.thread = threading.get_ident()  # that imported torch; others are not watched
         self._world: tuple[int, int] | None = None
         self._failures = 0
-
-    def is_main(self) -> bool:
-        """Whether this is the thread that imported torch; others are not watched."""
-        return threading.get_ident() == self._thread
 
     def connect(self) -> Link:
         """Open the link, and say which rank this is as soon as that is known."""
@@ -308,7 +303,9 @@ class Probe:
             return
         link = self.connect()
         groups = optimizer.param_groups
-        watched = self.optimizers.setdefault(optimizer, Watched(len(self.optimizers)))
+        if optimizer not in self.optimizers:
+            self.optimizers[optimizer] = Watched(next(self._numbers))
+        watched = self.optimizers[optimizer]
         if watched.describe(groups, self.names):
             link.send("layout", optimizer=watched.number, entries=list(map(vars, watched.entries)))
         grads = [p.grad for p in watched.parameters]
@@ -390,7 +387,7 @@ class Probe:
         if watched.steps == self.options["steps"]:
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
-            link.wait_for_answer(10)
+            link.wait_for_answer()
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(0)

@@ -19,10 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from .guard import Current
 from .layout import Names, full_weights, is_dtensor, local_of, part_of
+from .window import tensors_of
 
 _WRAPPERS = {
     "DistributedDataParallel": "module",
@@ -117,7 +118,10 @@ class Recording:
 
     def draws_its_own(self, model: nn.Module) -> bool:
         """Return whether compiled code drew random numbers: not those that the plain copy draws."""
-        return self._is_random and any(map(_is_compiled, model.modules()))
+        return self._is_random and any(
+            type(each).__name__ == "OptimizedModule" or each._compiled_call_impl is not None
+            for each in model.modules()
+        )
 
 
 def finish(recordings: dict[nn.Module, Recording], watched: Any, path: Path) -> dict[str, Any]:
@@ -172,8 +176,7 @@ class Batch:
 
         with torch.enable_grad():
             self._arguments, self._keywords = tree_map_only(Tensor, keep, (arguments, keywords))
-        tensors = (t for t in tree_leaves((arguments, keywords)) if isinstance(t, Tensor))
-        self.is_of_inputs = any(tensor.requires_grad for tensor in tensors)
+        self.is_of_inputs = any(t.requires_grad for t in tensors_of((arguments, keywords)))
         self._device = device
         self._random = _random_state()
         self._casts = torch.is_autocast_enabled(device)
@@ -189,7 +192,7 @@ class Batch:
         now = _random_state()
         pairs = zip(now[0], self._random[0], strict=True)
         self.is_random = any(not torch.equal(a, b) for a, b in pairs)
-        for index, tensor in enumerate(_outputs(output)):
+        for index, tensor in enumerate(tensors_of(output)):
             if tensor.requires_grad and not tensor.is_leaf:
 
                 def keep(gradient: Tensor | None, index: int = index) -> None:
@@ -219,7 +222,7 @@ class Batch:
         try:
             with torch.enable_grad(), casting, refusing:
                 arguments, keywords = tree_map_only(Tensor, cast, (self._arguments, self._keywords))
-                outputs = _outputs(model(*arguments, **keywords))
+                outputs = tensors_of(model(*arguments, **keywords))
                 chosen = [outputs[index] for index in self.arrived]
                 grads = [g.to(o.dtype) for g, o in zip(self.arrived.values(), chosen, strict=True)]
                 # What arrives at logits that the model also makes its loss of came through the loss
@@ -235,10 +238,6 @@ class Batch:
         finally:
             Current.is_replaying = False
             _set_random_state(before)
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    return type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None
 
 
 _Random = tuple[list[Tensor], Any, Any]
@@ -259,14 +258,6 @@ def _set_random_state(state: _Random) -> None:
     random.setstate(own)
     if theirs is not None:
         sys.modules["numpy.random"].set_state(theirs)  # type: ignore[attr-defined]
-
-
-def _outputs(output: Any) -> list[Tensor]:
-    """Return the tensors of an output, also of a dataclass such as a library's `ModelOutput`."""
-    if not isinstance(output, Tensor | tuple | list | dict) and hasattr(output, "__dict__"):
-        output = vars(output)
-    leaves, _ = torch.utils._pytree.tree_flatten(output)
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
 # ---------------------------------------------------------------------------------- the plain copy

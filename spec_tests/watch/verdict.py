@@ -34,18 +34,16 @@ _FOLLOWS = {
     "watch.clip.norm": ("watch.steps.same", "watch.replicas.begin-equal"),
     "watch.gradients.equal": (
         *("watch.replicas.begin-equal", "watch.steps.same", "watch.collectives.match"),
-        *("watch.reduction.no-sync", "watch.reduction.once", "watch.weights.current"),
+        *("watch.reduction.", "watch.weights.current"),
         *("watch.optimizer.same-options", "watch.clip.norm"),
-        "watch.reduction.through-the-wrapper",
     ),
     "watch.optimizer.moves": ("watch.optimizer.holds-the-model", "watch.scaler.unscaled"),
     "watch.optimizer.update": ("watch.optimizer.moves",),
     "watch.optimizer.precision": ("watch.optimizer.moves",),
     "watch.replay.gradients": (
         *("watch.replicas.begin-equal", "watch.steps.same", "watch.optimizer.holds-the-model"),
-        *("watch.reduction.no-sync", "watch.reduction.once", "watch.weights.current"),
-        *("watch.parameters.stay-tied", "watch.clip.norm", "watch.gradients.equal"),
-        *("watch.optimizer.same-options", "watch.reduction.through-the-wrapper"),
+        *("watch.reduction.", "watch.weights.current", "watch.parameters.stay-tied"),
+        *("watch.clip.norm", "watch.gradients.equal", "watch.optimizer.same-options"),
     ),
     "watch.replicas.equal": ("watch.",),
     "watch.replicas.unheld": ("watch.replicas.", "watch.gradients.equal", "watch.steps."),
@@ -62,7 +60,8 @@ _FOLLOWS = {
     "watch.schedule.per-update": (),
 }
 ORDER = list(_FOLLOWS)
-_REPLAY = "watch.replay.gradients"
+APART = ("watch.gradients.equal", "watch.replicas.equal", "watch.replay.gradients")
+"""What is advice where ranks train alone and average their weights now and then."""
 # What the other ranks of one that raised are seen to do; some seconds before, where it hung first.
 _AT_THE_END = ("watch.collectives.match", "watch.run.goes-on", "watch.steps.as-many")
 # NaN is unequal to itself, in bytes too, and whatever it is multiplied by.
@@ -126,14 +125,9 @@ def causes_of(findings: Sequence[Finding]) -> list[Cause]:
     return sorted(rest, key=lambda c: (not c.finding.is_first, not is_must(c.finding)))
 
 
-def softened(finding: Finding, averaged_before: int) -> Finding:
-    """Return as advice what ranks do that train alone and average their weights now and then."""
-    if finding.norm not in ("watch.gradients.equal", "watch.replicas.equal", _REPLAY):
-        return finding
-    likely = (
-        "none: nothing is reduced, and before step "
-        f"{averaged_before} weights were made equal, to those of no rank"
-    )
+def as_advice(finding: Finding, likely: str) -> Finding:
+    """Return a finding as advice, with words that explain it."""
+    likely = "; ".join(filter(None, [finding.likely, likely]))
     return replace(finding, likely=likely, is_advice=True)
 
 
@@ -151,16 +145,20 @@ def _explains(cause: Finding, effect: Finding) -> bool:
 
 def render(verdict: Verdict) -> str:
     """Return the screen, at most 40 lines."""
-    musts = sum(is_must(cause.finding) for cause in verdict.causes)
-    of = (verdict.steps, verdict.ranks, verdict.replayed, len(verdict.causes) - musts)
     template = of_texts(Path(__file__).parent).get_template("screen.txt.jinja")
-    words = {"seen": seen_in_words(*of), "several": several, "is_must": is_must}
-    screen = template.render(verdict=verdict, norms=NORMS, musts=musts, **words)
-    return screen.removesuffix("\n")
+    words = {"headline": headline(verdict), "norms": NORMS, "is_must": is_must}
+    return template.render(verdict=verdict, **words).removesuffix("\n")
 
 
-def seen_in_words(steps: int, ranks: int, replayed: str, advice: int) -> str:
-    """Return how much of a run was seen, and how many findings are advice."""
-    words = f"{several(steps, 'step')} of {several(ranks, 'rank')}{replayed}"
-    verb = "is" if advice == 1 else "are"
-    return words + (f"; {several(advice, 'finding')} {verb} advice" if advice else "")
+def headline(verdict: Verdict) -> str:
+    """Return what was found, in how much of a run, and how many findings are advice."""
+    if not verdict.steps and verdict.status != 1:
+        return "nothing was judged"
+    musts = sum(is_must(cause.finding) for cause in verdict.causes)
+    advice = len(verdict.causes) - musts
+    # With status 1 it is advice under --strict, or another run that parts from this one.
+    found = ("nothing wrong", "no MUST is broken")[verdict.status]
+    found = several(musts, "cause") if musts else found
+    seen = f"{several(verdict.steps, 'step')} of {several(verdict.ranks, 'rank')}"
+    told = f"; {several(advice, 'finding')} {'is' if advice == 1 else 'are'} advice" * bool(advice)
+    return f"{found} in {seen}{verdict.replayed}{told}"

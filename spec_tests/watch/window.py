@@ -59,7 +59,8 @@ class Window:
         """A training forward at the top."""
         del self.forwards[:-KEPT]  # a script that never steps must not fill the memory
         ddp = names.wrapper(module)
-        self.is_low = self.is_low or _is_low(module)
+        first = next(module.parameters())
+        self.is_low |= torch.is_autocast_enabled(first.device.type) or first.element_size() == 2
         self.forwards.append(
             {
                 "root": type(ddp.module if ddp else module).__name__,
@@ -224,7 +225,9 @@ class Sample:
             plain = {n: v for n, v in group.items() if n not in _NOT_PLAIN}
             own = type(optimizer)([{**plain, "params": [copy], "foreach": False}])
             state = optimizer.state.get(p, {})
-            own.state[copy] = {n: _clone(value) for n, value in state.items()}
+            own.state[copy] = {
+                n: local_of(v).clone() if isinstance(v, Tensor) else v for n, v in state.items()
+            }
             name = names.of(p).name or "a parameter of the optimizer"
             self._copies.append((name, p, copy, copy.detach().clone(), own))
 
@@ -250,15 +253,6 @@ def _is_known(optimizer: Any) -> bool:
     return is_torch and not own and not others  # which may change gradients, or weights
 
 
-def _clone(value: Any) -> Any:
-    return local_of(value).clone() if isinstance(value, Tensor) else value
-
-
-def _is_low(module: nn.Module) -> bool:
-    parameter = next(module.parameters())
-    return torch.is_autocast_enabled(parameter.device.type) or parameter.element_size() == 2
-
-
 def options_of(groups: list[dict[str, Any]]) -> list[list[Any]]:
     """Return the rate and the decay of each group of an optimizer, where they are plain numbers."""
     found = [[group.get(name) for name in ("lr", "weight_decay")] for group in groups]
@@ -266,7 +260,9 @@ def options_of(groups: list[dict[str, Any]]) -> list[list[Any]]:
 
 
 def tensors_of(tree: Any) -> list[Tensor]:
-    """Return the tensors among nested arguments."""
+    """Return the tensors of nested data, also of an object such as a library's `ModelOutput`."""
+    if not isinstance(tree, Tensor | tuple | list | dict) and hasattr(tree, "__dict__"):
+        tree = vars(tree)
     leaves, _ = torch.utils._pytree.tree_flatten(tree)
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 

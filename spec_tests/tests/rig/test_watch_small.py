@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from spec_tests.tests.rig.watched import SCRIPTS, Fault, faults, told_by
+from spec_tests.tests.rig.watched import PREAMBLE, SCRIPTS, Fault, Small, faults, small, told_by
 from spec_tests.tests.rig.watched import __main__ as results
-from spec_tests.tests.rig.watched.small import PREAMBLE, Small, small
 from spec_tests.tests.rig.watched.trial import run
 from spec_tests.watch import compare
 from spec_tests.watch.command import norms

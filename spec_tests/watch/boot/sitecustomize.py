@@ -6,7 +6,6 @@ project is added to the script's `sys.path`.
 """
 
 import importlib.util
-import json
 import os
 import sys
 from importlib.machinery import ModuleSpec, PathFinder
@@ -44,9 +43,6 @@ class _AfterTorch:
 
 def _start() -> None:
     try:
-        scratch = json.loads(os.environ["TRAINSPEC_WATCH"])["scratch"]
-        if os.path.isdir(scratch):  # noqa: PTH112  # on another node it is not
-            open(os.path.join(scratch, f"torch-{os.getpid()}"), "w").close()  # noqa: PTH118, PTH123
         folder = os.path.dirname(_HERE)  # noqa: PTH120
         file = os.path.join(folder, "__init__.py")  # noqa: PTH118
         spec = importlib.util.spec_from_file_location(

@@ -4,6 +4,7 @@
 `python script.py`, which is one rank. At its end each rank prints `fingerprint <rank> <sha256>`:
 see `frame.py`, which the scripts import as a file beside them.
 `faults.toml` holds changes of one or two lines; each is a mistake that a public thread tells of.
+`small.toml` holds small scripts that the watcher once told wrongly, and what it should say of each.
 """
 
 from __future__ import annotations
@@ -11,14 +12,30 @@ from __future__ import annotations
 import shutil
 import tomllib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from spec_tests.tests.rig.watched.small import small
-
 HERE = Path(__file__).parent
-_OURS = ("__init__", "__main__", "frame", "small", "trial")
+_OURS = ("__init__", "__main__", "frame", "trial")
 SCRIPTS = tuple(sorted(path.stem for path in HERE.glob("*.py") if path.stem not in _OURS))
+
+
+PREAMBLE = """
+import os, threading, time
+import torch, torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+dist.init_process_group("gloo"); rank, size = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+net = lambda: nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+end_soon = lambda seconds: threading.Timer(seconds, os._exit, (3,)).start()
+def train(model, steps=4, lr=0.01):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    torch.manual_seed(1 + rank)
+    for step in range(steps):
+        yield step
+        model(torch.randn(6, 8)).square().mean().backward(); optimizer.step(); optimizer.zero_grad()
+"""
 
 
 @dataclass(frozen=True)
@@ -27,9 +44,8 @@ class Fault:
 
     The text `find` is replaced by `replace`; `edits` are several such pairs. `check` is the
     check that should report the fault, `also` are checks that may report what follows from it.
-    `says` is a tensor's name or a part of a line that the report should name, if any. `replay` is
-    true where only a replay of values can show the fault. `needs` is a library that the script
-    must find. `spare` faults are not among the forty. `missed` is why a watcher cannot tell one.
+    `seen` is what the run shows without a watcher. `needs` is a library that the script must find.
+    `spare` faults are not counted. `missed` is why a watcher cannot tell one.
     """
 
     id: str
@@ -41,11 +57,8 @@ class Fault:
     replace: str = ""
     edits: Sequence[dict[str, str]] = ()
     also: Sequence[str] = ()
-    world: int = 2
     steps: int = 4
-    replay: bool = False
     spare: bool = False
-    says: str = ""
     seen: str = ""
     needs: str = ""
     missed: str = ""
@@ -69,7 +82,7 @@ def told_by() -> dict[str, list[str]]:
 
 
 def faults() -> list[Fault]:
-    """Return the faults of `faults.toml`, in its order; the forty and the spare ones."""
+    """Return the faults of `faults.toml`, in its order."""
     return [Fault(**entry) for entry in tomllib.loads((HERE / "faults.toml").read_text())["fault"]]
 
 
@@ -88,3 +101,31 @@ def write_fault(fault: Fault, directory: Path) -> Path:
     path.write_text(text)
     shutil.copy(find("frame"), directory)
     return path
+
+
+@dataclass(frozen=True)
+class Small:
+    """A script, and the causes that are to be reported of it."""
+
+    id: str
+    text: str
+    file: str = "train.py"
+    options: list[str] = field(default_factory=list)
+    must: list[str] = field(default_factory=list)
+    should: list[str] = field(default_factory=list)
+    says: list[str] = field(default_factory=list)
+    hides: list[str] = field(default_factory=list)
+    world: int = 2
+
+    def write(self, folder: Path) -> Path:
+        """Write the script into a folder; returns its path."""
+        path = folder / self.file
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(PREAMBLE.lstrip() + self.text.lstrip())
+        return path
+
+
+def small() -> list[Small]:
+    """Return the scripts of `small.toml`."""
+    entries = tomllib.loads((HERE / "small.toml").read_text())["script"]
+    return [Small(**entry) for entry in entries]

@@ -2,8 +2,6 @@
 each gradient, weights broadcast once; a GRU language model whose head is tied to its embedding.
 """
 
-import os
-
 import frame
 import torch
 import torch.distributed as dist
@@ -63,9 +61,4 @@ def run(rank, world, args):
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    os.environ.setdefault("MASTER_PORT", "0")
-    dist.init_process_group(
-        "gloo", rank=int(os.environ.get("RANK", 0)), world_size=int(os.environ.get("WORLD_SIZE", 1))
-    )
-    run(dist.get_rank(), dist.get_world_size(), frame.arguments(seed=1234))
+    run(*frame.start(), frame.arguments(seed=1234))

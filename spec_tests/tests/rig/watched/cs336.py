@@ -54,34 +54,24 @@ class AdamW(torch.optim.Optimizer):
                 p.data.mul_(1 - lr * group["weight_decay"])
 
 
-class RMSNorm(nn.Module):
-    def __init__(self, d_model):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(d_model))
-
-    def forward(self, x):
-        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5) * self.weight
+def rms_norm(x, weight):
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5) * weight
 
 
-class TransformerLM(nn.Module):
+class LM(nn.Module):
     def __init__(self, vocab, d_model=16, d_ff=32, layers=2):
         super().__init__()
         self.embedding = nn.Parameter(torch.randn(vocab, d_model) * 0.1)
-        self.qkv = nn.ParameterList(torch.randn(d_model, 3 * d_model) * 0.2 for _ in range(layers))
         self.up = nn.ParameterList(torch.randn(d_model, d_ff) * 0.2 for _ in range(layers))
         self.down = nn.ParameterList(torch.randn(d_ff, d_model) * 0.2 for _ in range(layers))
-        self.norms = nn.ModuleList(RMSNorm(d_model) for _ in range(2 * layers + 1))
+        self.norms = nn.ParameterList(torch.ones(d_model) for _ in range(layers + 1))
         self.lm_head = nn.Parameter(torch.randn(d_model, vocab) * 0.1)
 
     def forward(self, ids):
-        x, t = self.embedding[ids], ids.shape[1]
-        mask = torch.ones(t, t, dtype=torch.bool).tril()
-        for i, (qkv, up, down) in enumerate(zip(self.qkv, self.up, self.down, strict=True)):
-            q, k, v = (self.norms[2 * i](x) @ qkv).chunk(3, dim=-1)
-            scores = (q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5).masked_fill(~mask, -torch.inf)
-            x = x + scores.softmax(-1) @ v
-            x = x + nn.functional.silu(self.norms[2 * i + 1](x) @ up) @ down
-        return self.norms[-1](x) @ self.lm_head
+        x = self.embedding[ids]
+        for norm, up, down in zip(self.norms, self.up, self.down, strict=False):
+            x = x + nn.functional.silu(rms_norm(x, norm) @ up) @ down
+        return rms_norm(x, self.norms[-1]) @ self.lm_head
 
 
 def cross_entropy(logits, targets):
@@ -103,7 +93,7 @@ def main():
     torch.manual_seed(args.seed + rank)
     tokens = np.random.default_rng(args.seed).zipf(1.5, 4000) % 64
     batches = np.random.default_rng([args.seed, rank])
-    ddp = DDP(TransformerLM(64))
+    ddp = DDP(LM(64))
     optimizer = AdamW(ddp.parameters(), lr=5e-3)
     for step in range(args.steps):
         starts = batches.integers(0, len(tokens) - 17, size=4)

@@ -5,43 +5,11 @@ the training steps, after the optimizer's step and before the next forward.
 import frame
 import torch
 import torch.distributed as dist
-import torch.nn as nn
 from torch.distributed.fsdp import fully_shard
 
 
-class Block(nn.Module):
-    def __init__(self, dim):
-        super().__init__()
-        self.ln = nn.LayerNorm(dim)
-        self.attn = nn.MultiheadAttention(dim, 2, batch_first=True)
-        self.mlp = nn.Sequential(
-            nn.LayerNorm(dim), nn.Linear(dim, 36), nn.GELU(), nn.Linear(36, dim)
-        )
-
-    def forward(self, x):
-        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
-        h = self.ln(x)
-        x = x + self.attn(h, h, h, attn_mask=mask, need_weights=False)[0]
-        return x + self.mlp(x)
-
-
-class LM(nn.Module):
-    def __init__(self, vocab=70, dim=18):
-        super().__init__()
-        self.embed, self.position = nn.Embedding(vocab, dim), nn.Embedding(16, dim)
-        self.blocks = nn.ModuleList([Block(dim), Block(dim)])
-        self.head = nn.Linear(dim, vocab, bias=False)
-
-    def forward(self, ids):
-        x = self.embed(ids) + self.position(torch.arange(ids.shape[1]))
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
 def lm_loss(model, batch):
-    logits = model(batch[:, :-1])
-    return nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+    return frame.loss_of(model(batch[:, :-1]), batch[:, 1:])
 
 
 @torch.no_grad()
@@ -57,13 +25,12 @@ def main():
     args = frame.arguments()
     rank, world = frame.start()
     torch.manual_seed(args.seed)
-    model = LM()
-    for block in model.blocks:
-        fully_shard(block, reshard_after_forward=False)
+    model = frame.LM()
+    for layer in model.layers:
+        fully_shard(layer, reshard_after_forward=False)
     fully_shard(model, reshard_after_forward=False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
-    generator = torch.Generator().manual_seed(args.seed)
-    rows = torch.randint(70, (args.steps + 2, world, 3, 15), generator=generator).cumsum(-1) % 70
+    rows = frame.rows(args.seed, args.steps + 2, world, 3, 15)
     held_out, rows = rows[:2, rank], rows[2:, rank]
     for step, batch in enumerate(rows):
         optimizer.zero_grad()

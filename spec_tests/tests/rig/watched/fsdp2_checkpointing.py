@@ -9,28 +9,12 @@ import torch.nn as nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import fully_shard
 
-VOCAB, DIM, LENGTH, ACCUMULATE = 80, 16, 12, 2
+LENGTH, ACCUMULATE = 12, 2
 
 
-class LM(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed, self.place = nn.Embedding(VOCAB, DIM), nn.Embedding(LENGTH, DIM)
-        self.layers = nn.ModuleList(
-            nn.TransformerEncoderLayer(DIM, 2, 32, dropout=0.1, batch_first=True, norm_first=True)
-            for _ in range(2)
-        )
-        self.norm = nn.LayerNorm(DIM)
-        self.head = nn.Linear(DIM, VOCAB, bias=False)
-        self.head.weight = self.embed.weight
-
+class LM(frame.LM):
     def forward(self, input_ids, labels=None, num_items=None):
-        length = input_ids.shape[1]
-        mask = nn.Transformer.generate_square_subsequent_mask(length)
-        x = self.embed(input_ids) + self.place(torch.arange(length))
-        for layer in self.layers:
-            x = layer(x, src_mask=mask)
-        logits = self.head(self.norm(x))
+        logits = super().forward(input_ids)
         flat, wanted = logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
         total = nn.functional.cross_entropy(flat, wanted, ignore_index=-100, reduction="sum")
         return {"loss": total / num_items, "logits": logits}
@@ -38,7 +22,7 @@ class LM(nn.Module):
 
 def collate(generator):
     """Return a padded batch of four texts whose lengths differ."""
-    input_ids = torch.randint(1, VOCAB, (4, LENGTH), generator=generator).sort(dim=1).values
+    input_ids = torch.randint(1, 128, (4, LENGTH), generator=generator).sort(dim=1).values
     lengths = torch.randint(4, LENGTH + 1, (4, 1), generator=generator)
     padding = torch.arange(LENGTH) >= lengths
     return {
@@ -51,7 +35,7 @@ def main():
     args = frame.arguments()
     rank, world = frame.start()
     torch.manual_seed(args.seed)
-    model = LM()
+    model = LM(dropout=0.1, is_tied=True)
     for i, layer in enumerate(model.layers):
         model.layers[i] = fully_shard(checkpoint_wrapper(layer, preserve_rng_state=True))
     fully_shard(model)

@@ -9,22 +9,9 @@ from pathlib import Path
 import frame
 import torch
 import torch.distributed as dist
-import torch.nn as nn
 from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
-
-
-class CharModel(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(100, 20)
-        self.lstm = nn.LSTM(20, 20, batch_first=True)
-        self.head = nn.Linear(20, 100)
-        self.head.weight = self.embed.weight
-
-    def forward(self, ids):
-        return self.head(self.lstm(self.embed(ids))[0])
 
 
 class Trainer:
@@ -32,7 +19,7 @@ class Trainer:
         self.snapshot, self.args, self.step = snapshot, args, 0
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         torch.manual_seed(args.seed)
-        net = CharModel()
+        net = frame.LM(is_tied=True)
         if snapshot.exists():
             state = torch.load(snapshot, map_location="cpu", weights_only=True)
             net.load_state_dict(state["model"])
@@ -41,9 +28,7 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         if snapshot.exists():
             self.optimizer.load_state_dict(state["optimizer"])
-        generator = torch.Generator().manual_seed(args.seed)
-        rows = torch.randint(100, (15 * self.world, 12), generator=generator)
-        data = TensorDataset(rows.cumsum(1) % 100)
+        data = TensorDataset(frame.rows(args.seed, 15 * self.world, 12))
         self.sampler = DistributedSampler(data, seed=args.seed)
         self.loader = DataLoader(data, batch_size=5, sampler=self.sampler)
 
@@ -69,8 +54,7 @@ class Trainer:
         batches = self.batches()
         while self.step < until:
             batch = next(batches)
-            logits = self.model(batch[:, :-1]).flatten(0, 1)
-            loss = nn.functional.cross_entropy(logits, batch[:, 1:].flatten())
+            loss = frame.loss_of(self.model(batch[:, :-1]), batch[:, 1:])
             self.optimizer.zero_grad()
             loss.backward()
             self.optimizer.step()

@@ -36,7 +36,6 @@ class Outcome:
     verdict: Verdict
     status: int
     output: str
-    seconds: float
     records: list[Any]  # what a later run is compared with
 
     @property
@@ -55,12 +54,11 @@ def run(
     script: Path, world: int, *arguments: str, options: Sequence[str] = (), is_watched: bool = True
 ) -> Outcome:
     """Run a script on `world` ranks, under the watcher or without it."""
-    begun = time.monotonic()
     with tempfile.TemporaryDirectory() as scratch:
         forks = Forks(command.parse(options)[0], scratch, world, is_watched)
         status = forks.run_command([str(script), *arguments])
         verdict = forks.verdict(status)
-        return Outcome(verdict, status, forks.output(), time.monotonic() - begun, forks.run.records)
+        return Outcome(verdict, status, forks.output(), forks.run.records)
 
 
 class Forks(agent.Agent):
