@@ -42,24 +42,6 @@ def tuned(x, out, is_doubled, N: tl.constexpr):
 
 
 @triton.jit
-def product_of_unequal_dtypes(x, out, is_doubled, N: tl.constexpr):
-    """Wrong: operands of two dtypes."""
-    tl.dot(tl.zeros((N, N), tl.float32), tl.zeros((N, N), tl.float16))
-
-
-@triton.jit
-def product_of_unequal_shapes(x, out, is_doubled, N: tl.constexpr):
-    """Wrong: operands that do not fit."""
-    tl.dot(tl.zeros((N, N), tl.float32), tl.zeros((2 * N, N), tl.float32))
-
-
-@triton.jit
-def odd_range(x, out, is_doubled, N: tl.constexpr):
-    """Wrong: a length that is no power of two."""
-    tl.arange(0, N - 1)
-
-
-@triton.jit
 def unknown_name(x, out, is_doubled, N: tl.constexpr):
     """Wrong: a misspelt name."""
     tl.store(out, no_such_name)  # type: ignore[name-defined]  # noqa: F821 - the fault

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import builtins
 import dataclasses
+from importlib.util import find_spec
 from types import SimpleNamespace
 
 import pytest
@@ -85,32 +86,6 @@ def named(mine):
     return write
 
 
-TUNED = """
-import torch, triton
-import triton.language as tl
-from torch.nn.parallel import DistributedDataParallel
-
-@triton.autotune([triton.Config({"N": 4}, num_warps=n) for n in (1, 2)], key=["size"])
-@triton.jit
-def double(x, size, N: tl.constexpr):
-    at = tl.program_id(0) * N + tl.arange(0, N)
-    tl.store(x + at, 2 * tl.load(x + at, mask=at < size), mask=at < size)
-
-def ddp(module):
-    x = torch.ones(6, device="cuda")
-    double[lambda meta: (triton.cdiv(6, meta["N"]),)](x, 6)
-    assert x.tolist() == [2.0] * 6, x
-    return DistributedDataParallel(module)
-"""
-
-
-def test_a_kernel_that_is_tuned_runs_in_its_first_configuration(module_worlds: Worlds, mine):
-    pytest.importorskip("triton")
-    which = dataclasses.replace(mine(TUNED), pretends_cuda=True)
-    found = judged(which, module_worlds)
-    assert found.outcome is Outcome.PASSED, found.message
-
-
 # ----------------------------------------------------------------------------- one habit at a time
 
 HABITS = {
@@ -138,6 +113,7 @@ HABITS = {
     "loads": "file = io.BytesIO(); torch.save(weight, file); file.seek(0); "
     "torch.load(file, map_location='cuda')",
     "DDP on a device": "return DistributedDataParallel(module, device_ids=[dist.get_rank()])",
+    "refuses in one line": "if not weight.is_cuda: raise TypeError('expected a CUDA tensor')",
     "is one device per rank": "assert torch.cuda.device_count() == dist.get_world_size()",
 }
 OTHERS = {
@@ -153,10 +129,15 @@ OTHERS = {
     "    assert not errors, errors",
     "hooks": "next(module.parameters()).register_hook("
     "lambda grad: grad + torch.zeros_like(grad, device='cuda') if grad.is_cuda else 1 / 0)",
+    "a tuned kernel": "x = own.cuda() + 1; copy = own - own\n"
+    "    from spec_tests.tests.rig.kernels import tuned\n"
+    "    tuned[lambda meta: (1,)](x, copy, 0, N=4); assert copy[0] == x[0]",
     "meta stays meta": "assert not torch.empty(2, device='meta').is_cuda",
     "a fused optimizer": "torch.optim.AdamW(module.parameters(), fused=True, lr=0.0)",
 }
 """What is not refused on a CPU, or not alone."""
+if find_spec("triton") is None:
+    del OTHERS["a tuned kernel"]
 
 
 BEYOND = {
@@ -222,6 +203,10 @@ WRONG = {
 """What NCCL refuses as well."""
 
 
+FAULTY = {"a key": "weight.is_cuda or {}['cuda']", "an attribute": "module.gpu_buffer"}
+"""What speaks of a device, and would fail on one as well."""
+
+
 NEEDS = ("not here: needs a CUDA device: ", "; --pretend-cuda stands in for one")
 GLOO = ("not here: gloo refuses ", "which torch documents and NCCL takes; --pretend-cuda stands in")
 NOT_COMPILED = ("is handed to torch.compile, which compiles nothing here",)
@@ -239,7 +224,7 @@ def rows(
 ROWS: dict[str, Row] = {
     **rows(HABITS, False, Outcome.NOT_HERE, NEEDS),
     **rows(REFUSED, False, Outcome.NOT_HERE, GLOO),
-    **rows(WRONG, False, Outcome.FAILED),
+    **rows(WRONG | FAULTY, False, Outcome.FAILED),
     **rows(WRONG, True, Outcome.FAILED),
     **rows(BEYOND, True, Outcome.NOT_HERE, ("CUDA device",)),
     **rows(uncompiled(*OPEN), True, Outcome.NOT_HERE, NOT_COMPILED),
