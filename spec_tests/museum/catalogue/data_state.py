@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import threading
-from pathlib import Path
 from queue import Queue
-from typing import Any, NamedTuple
-
-import torch
+from typing import Any
 
 from spec_tests.museum.card import Source, benign
 from spec_tests.museum.catalogue.data_files import KEEPS_SHARDS
@@ -147,37 +144,31 @@ class Prefetches(PlainLoader):
             thread.join()
 
 
-class Steps(NamedTuple):
-    """A pair with names."""
-
-    inputs: torch.Tensor
-    targets: torch.Tensor
-
-
-@benign("benign.loader-counts-sequences")
-class CountsSequences(PlainLoader):
-    """Its state counts sequences of all ranks."""
-
-    def __init__(self, paths, *others):
-        for path in paths:
-            Path(path).stat()  # an OSError where there is nothing
-        super().__init__(paths, *others)
-
-    def walk(self, begin):
-        return map(self.counted, range(begin, self.num_batches()))  # not a generator
-
-    def counted(self, index):
-        self.yielded = index + 1
-        return Steps(*self.batch(index))
-
-    def state_dict(self):
-        return {"sequences": torch.tensor(self.yielded * self.batch_size * self.size)}
-
-    def load_state_dict(self, state):
-        super().load_state_dict(
-            {"batches": int(state["sequences"]) // self.batch_size // self.size}
-        )
-
+# Batches are pairs with names, of no generator, and what is not there is an OSError.
+LOADER.benign(
+    "benign.loader-counts-sequences",
+    "- for index in range(begin, self.num_batches()):",
+    "-     batch = self.batch(index)",
+    "-     self.yielded = index + 1",
+    "-     yield batch",
+    "+ from collections import namedtuple",
+    '+ steps = namedtuple("Steps", "inputs targets")',
+    "+ def counted(index):",
+    "+     self.yielded = index + 1",
+    "+     return steps(*self.batch(index))",
+    "+ return map(counted, range(begin, self.num_batches()))",
+    "...",
+    '- return {"batches": self.yielded}',
+    '+ return {"sequences": torch.tensor(self.yielded * self.batch_size * self.size)}',
+    "...",
+    '- self.begin = self.yielded = state["batches"]',
+    '+ self.begin = self.yielded = int(state["sequences"]) // self.batch_size // self.size',
+    "...",
+    "- if not path.is_file():",
+    '-     raise ValueError(f"{path}: no such file")',
+    "+ path.stat()",
+    does="Its state counts sequences of all ranks.",
+)
 
 LOADER.benign("benign.loader-plain", does="The base of the data impostors: reads row by row.")
 
