@@ -258,11 +258,11 @@ def test_what_is_written_in_flight_differs_and_simulated_ranks_prove_it(
     assert [line[:7] for line in said[4:]] == ["given: "], "no other story"
 
 
-@pytest.mark.parametrize("aspect", ["mean", "mean-at-any-seed"])
-def test_what_is_the_same_twice_is_told_as_before(worlds: Worlds, tmp_path: Path, aspect: str):
+@pytest.mark.parametrize("name", ["ddp.gradients.mean", "ddp.training.equals-full-batch"])
+def test_what_is_the_same_twice_is_told_as_before(worlds: Worlds, tmp_path: Path, name: str):
     """Of a property the second run has the values that were drawn: others differ."""
-    case = CASE if aspect == "mean" else {"subject": "ddp"}
-    said = str(found(worlds, tmp_path, SUMMED, clause_named(f"ddp.gradients.{aspect}"), **case))
+    case = CASE if name == "ddp.gradients.mean" else {"subject": "ddp"}
+    said = str(found(worlds, tmp_path, SUMMED, clause_named(name), **case))
     assert "likely: summed and not divided by the world size" in said
     assert "differs" not in said
 
