@@ -18,7 +18,7 @@ An impostor is right code with one thing changed. Where that is a line or a few,
 Where it is a method or more, the impostor is a class that overrides a method of its base, and the
 docstring is the story:
 
-    @near_miss("ddp.sends-frozen", rejected_by="ddp.traffic.frozen-not-sent")
+    @near_miss("ddp.sends-frozen", rejected_by="ddp.programs.any-production-situation")
     class SendsFrozen(PlainDdp):
         '''Sends zeros for frozen parameters.
 

@@ -97,7 +97,7 @@ def test_optimizer_state_comes_back(world, optimizer):
 
 
 SITUATIONS: dict[str, dict[str, Any]] = {
-    "two-groups": {"reverses": (True, True)},
+    "two-groups": {"reverses": ("two-groups", "two-groups")},
     "frozen-since": {"freezes": True},
 }
 

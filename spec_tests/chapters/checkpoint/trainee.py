@@ -106,8 +106,7 @@ class Trainee:
         wrapper: "ddp" or "ddp_bucketed" of the implementation, "torch" for PyTorch's, None for the
             bare toy, which every rank then trains on the same data.
         change: alters the model before anything is made of it.
-        reverse: parameters in reverse order, in two groups.
-        one_group: where they are reversed, in one group.
+        reverse: "", or parameters are in reverse order, in "one-group" or in "two-groups".
         loader: the class of its loader.
     """
 
@@ -120,8 +119,7 @@ class Trainee:
         optimizer: str = "adamw",
         wrapper: str | None = None,
         change: Callable[[nn.Module], None] | None = None,
-        reverse: bool = False,
-        one_group: bool = False,
+        reverse: str = "",
         loader: type[Stream] = Stream,
     ) -> None:
         self.ctx, self.wrapper = ctx, wrapper
@@ -130,12 +128,10 @@ class Trainee:
             change(self.module)
         self.original = dict(self.module.named_parameters())
         trainable = [p for p in self.original.values() if p.requires_grad]
-        groups = [{"params": trainable}]
-        if reverse and one_group:
-            groups = [{"params": trainable[::-1]}]
-        elif reverse:
-            groups = [{"params": trainable[:0:-1]}, {"params": trainable[:1]}]
-        self.optimizer = OPTIMIZERS[optimizer](groups)
+        groups = [trainable[::-1]] if reverse else [trainable]
+        if reverse == "two-groups":
+            groups = [trainable[:0:-1], trainable[:1]]
+        self.optimizer = OPTIMIZERS[optimizer]([{"params": group} for group in groups])
         for group in self.optimizer.param_groups:
             group["initial_lr"] = group["lr"]
         self.model = self._wrapped()
@@ -279,7 +275,7 @@ def round_trip(
     directory: str,
     *,
     wrappers: tuple[str | None, str | None] = (None, None),
-    reverses: tuple[bool, bool] = (False, False),
+    reverses: tuple[str, str] = ("", ""),
     loaders: tuple[type[Stream], type[Stream]] = (Stream, Stream),
     freezes: bool = False,
     **kind: Any,

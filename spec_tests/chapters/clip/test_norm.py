@@ -163,15 +163,15 @@ DTYPES = {
 }
 
 
-def of_dtypes(dtypes):
+def of_dtypes(case):
     """A gradient of each dtype, whose elements it can hold, and float16 not their norm."""
     element = {torch.complex64: 10_001 - 10_001j}
-    return [torch.full((65,), element.get(dtype, 10_001.0), dtype=dtype) for dtype in dtypes]
+    return [torch.full((65,), element.get(dtype, 10_001.0), dtype=dtype) for dtype in DTYPES[case]]
 
 
-def norm_of_dtypes(ctx, case):
-    """The norm of such gradients."""
-    gradients = of_dtypes(DTYPES[case])
+def norm_of(ctx, make, *args):
+    """The norm of the gradients that `make` returns."""
+    gradients = make(*args)
     parameters = [nn.Parameter(torch.zeros_like(gradient)) for gradient in gradients]
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
@@ -187,10 +187,10 @@ def norm_of_dtypes(ctx, case):
 @pytest.mark.parametrize("case", DTYPES)
 def test_the_norm_is_as_wide_as_float32_or_the_widest_gradient(world, case):
     """The norm MUST have the range and rounding of float32, or of float64 where one has that."""
-    wanted = torch.cat([gradient.abs().double() for gradient in of_dtypes(DTYPES[case])]).norm()
+    wanted = torch.cat([gradient.abs().double() for gradient in of_dtypes(case)]).norm()
     widest = torch.float64 if case == "float64" else torch.float32
     judge.tensors(
-        world.run(norm_of_dtypes, case),
+        world.run(norm_of, of_dtypes, case),
         {"norm": wanted},
         quantity="norm",
         within=rounding(widest, terms=64),
@@ -368,11 +368,9 @@ def test_nothing_is_sent_for_replicated_gradients(world):
 MANY = 2**21 + 2**13  # whoever adds up pieces has a last one that is shorter
 
 
-def of_many_elements(ctx):
-    """The norm of one gradient with as many elements as a small embedding has."""
-    parameter = nn.Parameter(torch.zeros(MANY))
-    parameter.grad = torch.randn(MANY, generator=torch.Generator().manual_seed(7))
-    return float(ctx.impl.clip_grad_norm_([parameter], math.inf))
+def of_many_elements():
+    """One gradient with as many elements as a small embedding has."""
+    return [torch.randn(MANY, generator=torch.Generator().manual_seed(7))]
 
 
 @clause(
@@ -389,11 +387,9 @@ def test_the_norm_of_a_large_gradient_is_right_in_six_digits(world):
     Who adds up so many squares in one number of float32 loses those that come last. A sharded run
     adds up shorter rows, and gets another norm than the plain one.
     """
-    ranks = world.run(of_many_elements)
-
-    gradient = torch.randn(MANY, generator=torch.Generator().manual_seed(7))
-    right = gradient.double().norm().item()
-    for rank, norm in enumerate(ranks):
+    right = of_many_elements()[0].double().norm().item()
+    for rank, found in enumerate(world.run(norm_of, of_many_elements)):
+        norm = found["norm"].item()
         off = norm / right - 1
         judge.holds(
             abs(off) <= 1e-6,

@@ -147,6 +147,14 @@ def test_gradients_of_dtypes_in_turn_shrink_alike(world, turns):
         )
 
 
+def norm_is(world, number, **asked):
+    """On all ranks the norm is this number, which is none."""
+    __tracebackhide__ = True
+    norms = [repr(rank["norm"].item()) for rank in world.run(clip, SHARDED, **asked)]
+    given = f"{number} on rank {asked['poisoned']}"
+    judge.equal(norms, repr(number), quantity="norm", given=given)
+
+
 @clause(
     "clip.nonfinite.agreed", source="contract: nan; Megatron-LM issue 5529; pytorch issue 73405"
 )
@@ -156,14 +164,7 @@ def test_a_norm_that_is_no_number_is_none_on_all_ranks(world, poison):
 
     Otherwise one rank skips the step and the others take it.
     """
-    ranks = world.run(clip, SHARDED, max_norm=1.0, poisoned=1, poison=poison)
-
-    judge.equal(
-        [repr(rank["norm"].item()) for rank in ranks],
-        repr(poison),
-        quantity="norm",
-        given=f"{poison} on rank 1",
-    )
+    norm_is(world, poison, max_norm=1.0, poisoned=1, poison=poison)
 
 
 @clause(
@@ -173,14 +174,7 @@ def test_a_norm_that_is_no_number_is_none_on_all_ranks(world, poison):
 @pytest.mark.parametrize("poisoned", [0, 1])
 def test_the_largest_of_nan_is_nan(world, poisoned):
     """For p = infinity too a NaN on one rank MUST be a NaN on all."""
-    ranks = world.run(clip, SHARDED, order=math.inf, poisoned=poisoned)
-
-    judge.equal(
-        [repr(rank["norm"].item()) for rank in ranks],
-        "nan",
-        quantity="norm",
-        given=f"nan on rank {poisoned}",
-    )
+    norm_is(world, math.nan, order=math.inf, poisoned=poisoned)
 
 
 @clause(

@@ -12,15 +12,12 @@ and drifts. The contract therefore wants both inside, and the clauses place them
 
 from __future__ import annotations
 
-import torch
 from hypothesis import example, given
-from torch import nn
 
-from spec_tests.chapters.ddp.replica import DDP, wrap
+from spec_tests.chapters.ddp.replica import DDP
 from spec_tests.programs.law import same_as_alone, situations
-from spec_tests.rig import judge, strategies
+from spec_tests.rig import strategies
 from spec_tests.rig.clause import clauses
-from spec_tests.rig.judge import fingerprint
 
 clause = clauses(judges=DDP, needs=("no_sync",), level="correct", worlds=(2, 3))
 NO_SYNC = "DistributedDataParallel.no_sync; Li et al. 2020, section 3.2.4"
@@ -97,76 +94,6 @@ def scheduled(flags):
 
 
 @clause(
-    "ddp.accumulation.any-schedule",
-    source="contract: since-zero-grad, two-finishes; DeepSpeed issue 7985",
-)
-@given(flags=strategies.schedules())
-@example(flags=(True, True, True))
-@example(flags=(True, False, True))
-def test_any_schedule_of_synchronisation_gives_the_same_gradient(world, subject, flags):
-    """Whichever micro-batches are synchronised, the gradient MUST be the mean of them all.
-
-    Reduced values are equal on all ranks, so the mean leaves them alone. A sum on each micro-batch
-    with one division at the end counts the early ones W times over.
-    """
-    same_as_alone(world, subject, f"mlp: {scheduled(flags)}")
-
-
-class Tagged(nn.Module):
-    """A parameter whose gradient is whatever number the forward is given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Parameter(torch.zeros(5))
-        self.second = nn.Parameter(torch.zeros(40))
-
-    def forward(self, tag: float) -> torch.Tensor:
-        return tag * (self.first.sum() + self.second.sum())
-
-
-def tagged(ctx, subject, micros):
-    """Mean gradient of contributions that encode rank and micro-batch."""
-    module = Tagged().to(ctx.device)
-    parameters = dict(module.named_parameters())
-    wrapped = wrap(ctx, subject, module)
-    for micro in range(micros):
-        tag = ctx.world_size * fingerprint.contribution(ctx.rank * micros + micro)
-        if micro < micros - 1:
-            with ctx.impl.no_sync(wrapped):
-                wrapped(tag).backward()
-        else:
-            wrapped(tag).backward()
-            ctx.impl.finish_gradient_synchronization(wrapped)
-    return {name: [] if p.grad is None else p.grad.tolist() for name, p in parameters.items()}
-
-
-@clause(
-    "ddp.accumulation.nothing-lost",
-    source="contract: since-zero-grad; "
-    "open-instruct pull request 1498, InfiniTrain pull request 183",
-)
-def test_every_contribution_arrives_exactly_once(world, subject):
-    """Every rank's every micro-batch MUST arrive exactly once, in every element, on every rank.
-
-    The gradients are numbers in base 4 whose digits count the contributions.
-    """
-    micros = 4
-    ranks = world.run(tagged, subject, micros)
-
-    names = tuple(f"rank {r} micro-batch {m}" for r in range(world.size) for m in range(micros))
-    for rank, gradients in enumerate(ranks):
-        for name, values in gradients.items():
-            judge.holds(bool(values), f"rank {rank}, {name!r}: expected a gradient, got None")
-            counts = {fingerprint.digits(value, contributors=len(names)) for value in values}
-            wrong = next((c for c in counts if c != (1,) * len(names)), (1,) * len(names))
-            judge.holds(
-                counts == {(1,) * len(names)},
-                f"rank {rank}, {name!r}: expected each of {len(names)} contributions once, got "
-                f"{fingerprint.story(wrong, names)}",
-            )
-
-
-@clause(
     "ddp.no-sync.restores-after-exception",
     source=f"contract: restores; {NO_SYNC}; a context manager without try/finally, as in picotron",
     worlds=(3,),
@@ -187,22 +114,6 @@ def test_an_exception_inside_no_sync_does_not_leave_it_on(world, subject):
 def test_an_inner_window_does_not_end_the_outer_one(world, subject):
     """Leaving a nested `no_sync` MUST restore the outer one, which still sends nothing."""
     same_as_alone(world, subject, "mlp: nested 0 1, backward 2", looks=("sent",), values=False)
-
-
-@clause(
-    "ddp.accumulation.zero-grad-discards",
-    source="contract: since-zero-grad; LongCat-Image issue 46",
-    worlds=(3,),
-)
-@situations(
-    {
-        f"to-{how}": f"mlp: backward 5, zero_grad {how}, accumulate 0, zero_grad {how}, backward 1"
-        for how in ("none", "zero")
-    }
-)
-def test_zero_grad_inside_a_window_discards_what_was_pending(world, subject, situation):
-    """`zero_grad` after a window MUST discard pending gradients: no hidden accumulator."""
-    same_as_alone(world, subject, situation)
 
 
 @clause(

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import pytest
 
-from spec_tests.chapters.ddp.replica import Replica
+from spec_tests.chapters.ddp.replica import SEED
+from spec_tests.chapters.ddp.test_construction import buffers
 from spec_tests.programs.law import same_as_alone
 from spec_tests.rig import judge
 from spec_tests.rig.clause import clauses
@@ -23,13 +24,6 @@ IN_GROUPS = {3: "apart", 4: "every-second"}
 EVERY_SECOND = ((0, 2), (1, 3))
 
 
-def buffers_in_groups(ctx, subject, toy, seed):
-    """Buffers after wrapping in a sub-group, with another seed per rank."""
-    group = ctx.split(EVERY_SECOND)
-    replica = Replica(ctx, subject, toy, seed + ctx.rank, process_group=group)
-    return {name: buffer.clone() for name, buffer in replica.module.named_buffers()}
-
-
 @clause(
     "ddp.group.starts-from-its-first-rank", source="contract: own-group, first-weights; " + GROUPS
 )
@@ -39,9 +33,9 @@ def test_each_group_starts_from_its_own_first_rank(world, subject, toy):
     if toy == "mlp":
         same_as_alone(world, subject, "mlp every-second seed-by-rank: step")
         return
-    ranks = world.run(buffers_in_groups, subject, toy, 7)
+    ranks = world.run(buffers, subject, toy, EVERY_SECOND)
 
-    own = [oracle.buffers(toy, 7 + rank) for rank in range(4)]
+    own = [oracle.buffers(toy, SEED + rank) for rank in range(4)]
     judge.tensors(
         ranks,
         [own[rank % 2] for rank in range(4)],

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import gc
-import time
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spec_tests.chapters.ddp.replica import SEED, SMALL_BUCKET_MB, Replica, wrap
-from spec_tests.programs.law import same_as_alone
-from spec_tests.programs.laws import additions, agreement, equivalence, footprint, refusal
+from spec_tests.chapters.ddp.replica import Replica, wrap
+from spec_tests.programs.calls import parsed
+from spec_tests.programs.law import judge_values, same_as_alone, situations
+from spec_tests.programs.laws import additions, agreement, equivalence, footprint
 from spec_tests.rig import judge, strategies
 from spec_tests.rig.clause import clauses
 from spec_tests.rig.judge.tolerance import rounding
+from spec_tests.rig.toys import TOYS, sum_of_squares
 
 clause = clauses(judges=("ddp", "ddp_bucketed"), level="correct", worlds=(2, 3))
 STEPS = 5
@@ -25,13 +24,16 @@ RATE = 2.0**-16
 
 def trained(ctx, subject, toy, seed, steps):
     """Weights after training with momentum on this rank's share of every batch."""
-    replica = Replica(ctx, subject, toy, seed)
-    optimizer = torch.optim.SGD(replica.parameters.values(), lr=RATE, momentum=0.9)
+    module = TOYS[toy].build(seed).to(ctx.device)
+    optimizer = torch.optim.SGD(module.parameters(), lr=RATE, momentum=0.9)
+    wrapped = wrap(ctx, subject, module)
     for step in range(steps):
         optimizer.zero_grad()
-        replica.backward(step)
+        batch = TOYS[toy].batch(seed, rank=ctx.rank, micro=step).to(ctx.device)
+        (ctx.world_size * sum_of_squares(wrapped(batch))).backward()
+        finish(ctx, subject, wrapped)
         optimizer.step()
-    return replica.weights()
+    return {name: p.detach() for name, p in module.named_parameters()}
 
 
 @clause(
@@ -49,20 +51,20 @@ def test_training_in_shares_equals_training_on_the_whole(world, subject, seed, t
     equivalence.trained_weights(ranks, toy, seed, steps=STEPS, within=within, lr=RATE)
 
 
-def history(ctx, subject, seed):
+def history(ctx, subject):
     """Gradients and weights after every step, float32, real-valued data."""
-    replica = Replica(ctx, subject, "ragged", seed)
-    optimizer = torch.optim.AdamW(replica.parameters.values(), lr=1e-2)
+    replica = Replica(ctx, subject, "ragged")
+    optimizer = torch.optim.AdamW(replica.plain, lr=1e-2)
     generator = torch.Generator().manual_seed(1000 + ctx.rank)
     moments = []
     for _ in range(STEPS):
         optimizer.zero_grad()
         batch = torch.randn(3, 6, generator=generator).to(ctx.device)
         replica.wrapped(batch).square().mean().backward()
-        replica.finish()
+        replica.finish_backward()
         moment = {f"{name}.grad": g for name, g in replica.gradients().items()}
         optimizer.step()
-        moments.append({**moment, **replica.weights()})
+        moments.append({**moment, **replica.full()})
     return moments
 
 
@@ -78,7 +80,7 @@ def test_replicas_hold_the_same_bits_after_every_step(world, subject):
     In float32 with real data: rounding differs between orders of summation, but all ranks must get
     the *same* rounding, or they drift apart.
     """
-    ranks = world.run(history, subject, 7)
+    ranks = world.run(history, subject)
 
     agreement.same_bits(ranks, quantity="gradient or weight", given="float32, AdamW")
 
@@ -89,8 +91,7 @@ def test_replicas_hold_the_same_bits_after_every_step(world, subject):
 )
 def test_the_same_run_twice_gives_the_same_bits(world, subject):
     """Two equal runs MUST end with equal bits: no race decides a result."""
-    first = world.run(history, subject, 7)
-    second = world.run(history, subject, 7)
+    first, second = world.run(history, subject), world.run(history, subject)
 
     judge.tensors(
         [moments[-1] for moments in second],
@@ -102,16 +103,16 @@ def test_the_same_run_twice_gives_the_same_bits(world, subject):
 
 def interleaved(ctx, subject):
     """Gradients of two wrapped models whose passes interleave."""
-    one, two = Replica(ctx, subject, "mlp"), Replica(ctx, subject, "tied", SEED + 1)
-    for micro in range(2):
-        one.zero_grad()
-        two.zero_grad()
-        loss_one, loss_two = one.loss(micro), two.loss(micro)
-        loss_one.backward()
-        loss_two.backward()
-        one.finish()
-        two.finish()
-    return one.gradients(), two.gradients()
+    replicas = [Replica(ctx, subject, scene) for scene in ("mlp", "tied")]
+    for micro in "01":
+        for call in ("zero_grad none", f"forward {micro}"):
+            for replica in replicas:
+                replica.follow(parsed(call))
+        for replica in replicas:
+            replica.losses.backward()
+        for replica in replicas:
+            replica.finish_backward()
+    return [[("backward 1", replica.gradients())] for replica in replicas]
 
 
 @clause(
@@ -123,41 +124,18 @@ def test_two_wrapped_models_do_not_disturb_each_other(world, subject):
     """Two wrapped models whose passes interleave MUST each hold their own mean gradients."""
     one, two = zip(*world.run(interleaved, subject), strict=True)
 
-    equivalence.mean_gradients(one, "mlp", SEED, micros=(1,))
-    equivalence.mean_gradients(two, "tied", SEED + 1, micros=(1,))
+    judge_values(one, subject, "mlp: backward 1")
+    judge_values(two, subject, "tied: backward 1")
 
 
-def after_failure(ctx, subject, seed, where, to_none, bucket_size_mb):
-    """Gradients of a clean step after one in which forward or backward raised on all ranks."""
-    replica = Replica(ctx, subject, "mlp", seed, bucket_size_mb=bucket_size_mb)
-    replica.backward(0)
-    replica.zero_grad()
-
-    def fail(*_):
-        raise KeyError("planted")
-
-    if where == "forward":
-        handle = replica.module.get_submodule("second").register_forward_pre_hook(fail)
-    else:
-        handle = replica.parameters["first.weight"].register_hook(fail)
-    try:
-        replica.backward(1)
-    except KeyError:
-        handle.remove()
-    ctx.be_late(0.05)  # zeros are not written under a reduction that is still on its way
-    replica.zero_grad(set_to_none=to_none)
-    replica.backward(2)
-    return replica.gradients()
-
-
-EXCEPTIONS = {
-    "forward": ("forward", True, SMALL_BUCKET_MB),
-    "backward": ("backward", True, SMALL_BUCKET_MB),
-    "backward-to-zero": ("backward", False, SMALL_BUCKET_MB),
-    "within-a-bucket": ("backward", True, 1.0),
-    "within-a-bucket-to-zero": ("backward", False, 1.0),
+FAILS = {
+    "forward": ("mlp", "fails 1 last", "none"),
+    "backward": ("mlp", "fails_backward 1 first", "none"),
+    "backward-to-zero": ("mlp", "fails_backward 1 first", "zero"),
+    "within-a-bucket": ("mlp one", "fails_backward 1 first", "none"),
+    "within-a-bucket-to-zero": ("mlp one", "fails_backward 1 first", "zero"),
 }
-"""Where it is raised, whether gradients are then set to None, and the size of the buckets."""
+"""Scene, call that raises, and how gradients are then cleared."""
 
 
 @clause(
@@ -166,24 +144,19 @@ EXCEPTIONS = {
     "torch reducer: 'Expected to have finished reduction in the prior iteration'",
     transports=("gloo", "cuda"),  # simulated reductions end with their wait alone, never by time
 )
-@pytest.mark.parametrize("how", EXCEPTIONS)
-def test_a_step_after_an_exception_is_right_or_refused(world, subject, how):
+@situations(
+    {
+        case: f"{scene}: backward 0, zero_grad none, {call}, zero_grad {how}, backward 2"
+        for case, (scene, call, how) in FAILS.items()
+    }
+)
+def test_a_step_after_an_exception_is_right_or_refused(world, subject, situation):
     """After a caught exception the next clean step MUST be right, or an error.
 
     A ready count that was not reset fires early, with half a bucket: in one bucket for all, the
     exception comes when some of it is ready.
     """
-    ranks = refusal.answer_or_refusal(
-        world,
-        after_failure,
-        subject,
-        7,
-        *EXCEPTIONS[how],
-        ordinary=(trained, subject, "mlp", 7, 1),
-    )
-
-    if ranks is not None:
-        equivalence.mean_gradients(ranks, "mlp", 7, micros=(2,), given=f"after an exception, {how}")
+    same_as_alone(world, subject, situation)
 
 
 def finish(ctx, subject, wrapped):
@@ -225,26 +198,29 @@ def wide():
     return torch.nn.Sequential(*[torch.nn.Linear(128, 128) for _ in range(4)])
 
 
-def gradient_memory(ctx, subject):
-    """The most bytes that were alive in the last steps, of those made since before wrapping.
+def memory(ctx, subject):
+    """Of bytes made since before wrapping, the most in the last steps; and those after each step.
 
     A wrapper may move the parameters into its own buffer: that is not growth and is not counted.
     """
     module = wide().to(ctx.device)
     before = [p.untyped_storage() for p in module.parameters()]
-    inputs = torch.ones(2, 128, device=ctx.device)
+    inputs, seen = torch.ones(2, 128, device=ctx.device), []
     with ctx.recording() as recorder:
         wrapped = wrap(ctx, subject, module, bucket_size_mb=0.1)
-        for step in range(5):
-            module.zero_grad()
+        for step in range(7):
             wrapped(inputs).sum().backward()
             ctx.impl.finish_gradient_synchronization(wrapped)
             if step < 3:
                 recorder.forget_peak()  # a wrapper may rearrange its buckets in the first steps
+            module.zero_grad()
+            # A thread of the backend may hold what it has just sent for a moment longer.
+            seen.append(footprint.settled(recorder, looks=4, pause_s=0.01))
     storages = {p.untyped_storage()._cdata: p.untyped_storage() for p in module.parameters()}
     moved = storages.keys() - {storage._cdata for storage in before}
     size = sum(p.nbytes for p in module.parameters())
-    return recorder.log().peak_bytes - min(size, sum(storages[key].nbytes() for key in moved))
+    peak = recorder.log().peak_bytes - min(size, sum(storages[key].nbytes() for key in moved))
+    return peak, seen
 
 
 @clause(
@@ -256,12 +232,11 @@ def gradient_memory(ctx, subject):
 )
 def test_gradients_cost_two_copies_at_most(world, subject):
     """In a steady step gradients and buckets MUST cost at most two copies of the parameters."""
-    ranks = world.run(gradient_memory, subject)
-
+    peaks, _ = zip(*world.run(memory, subject), strict=True)
     parameters = sum(p.numel() * 4 for p in wide().parameters())
     layer = 128 * 128 * 4
     footprint.at_most(
-        ranks,
+        peaks,
         {
             "gradients": parameters,
             "buckets": parameters,
@@ -273,27 +248,6 @@ def test_gradients_cost_two_copies_at_most(world, subject):
     )
 
 
-def live_after_steps(ctx, subject):
-    """Live bytes after each step, its gradients cleared."""
-    module = wide().to(ctx.device)
-    inputs, seen = torch.ones(2, 128, device=ctx.device), []
-    with ctx.recording() as recorder:
-        wrapped = wrap(ctx, subject, module, bucket_size_mb=0.1)
-        for _ in range(7):
-            wrapped(inputs).sum().backward()
-            ctx.impl.finish_gradient_synchronization(wrapped)
-            module.zero_grad()
-            gc.collect()
-            # A thread of the backend may hold what it has just sent for a moment longer.
-            seen.append(min(_after_a_moment(recorder) for _ in range(4)))
-    return seen
-
-
-def _after_a_moment(recorder):
-    time.sleep(0.01)
-    return recorder.live_bytes
-
-
 @clause(
     "ddp.footprint.no-growth",
     source="contract: no-growth; "
@@ -302,7 +256,7 @@ def _after_a_moment(recorder):
 )
 def test_memory_does_not_grow_from_step_to_step(world, subject):
     """Live bytes MUST be the same after every step but the first ones."""
-    for rank, seen in enumerate(world.run(live_after_steps, subject)):
+    for rank, (_, seen) in enumerate(world.run(memory, subject)):
         if seen[-1] > seen[2]:
             points = [(f"after step {step}", size) for step, size in enumerate(seen, start=1)]
             raise judge.violated(
@@ -328,7 +282,7 @@ def test_a_model_that_is_dropped_leaves_nothing_behind(world, subject):
 
 def traceless(ctx, subject):
     """Two steps, and nothing kept."""
-    Replica(ctx, subject, "buffers").follow("backward 0, zero_grad, backward 1")
+    Replica(ctx, subject, "normalised").follow(parsed("backward 0, zero_grad none, backward 1"))
 
 
 @clause(

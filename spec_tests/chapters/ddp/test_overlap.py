@@ -12,6 +12,7 @@ import time
 import torch
 
 from spec_tests.chapters.ddp.replica import Replica, wrap
+from spec_tests.programs.calls import parsed
 from spec_tests.programs.laws import traffic
 from spec_tests.rig import judge
 from spec_tests.rig.clause import clauses
@@ -70,14 +71,14 @@ def run_ahead(ctx, subject):
     The last rank waits, in front of its first gradient, for a sign that rank 0 gives at its last.
     """
     replica = Replica(ctx, subject, "mlp", bucket_size_mb=1e-6)
-    replica.follow("backward 0, zero_grad, backward 1")
+    replica.follow(parsed("backward 0, zero_grad none, backward 1"))
     ahead = ctx.scratch / f"ahead-{subject}"
     if ctx.rank == 0:
         ahead.unlink(missing_ok=True)
     ctx.barrier()
     seen = []
     if ctx.rank == 0:
-        last = [p for name, p in replica.parameters.items() if name.startswith("first")]
+        last = [p for name, p in replica.named() if name.startswith("first")]
         pending = {id(p) for p in last}
 
         def arrived(parameter):
@@ -95,8 +96,8 @@ def run_ahead(ctx, subject):
                 time.sleep(0.002)
             seen.append(ahead.exists())
 
-        [*replica.parameters.values()][-1].register_hook(wait)
-    replica.follow("zero_grad, backward 2")
+        replica.plain[-1].register_hook(wait)
+    replica.follow(parsed("zero_grad none, backward 2"))
     return seen
 
 

@@ -15,7 +15,7 @@ from spec_tests.programs.calls import parsed
 from spec_tests.programs.law import same_as_alone
 from spec_tests.programs.laws import refusal
 from spec_tests.programs.scene import TRAINERS, Scene
-from spec_tests.programs.trained import OnRank, alone, follow, judge_trained
+from spec_tests.programs.trained import OnRank, alone, follow
 from spec_tests.rig import judge
 from spec_tests.rig.clause import clauses
 
@@ -56,13 +56,6 @@ def test_gradients_below_the_limit_are_left(world, subject):
 def test_without_max_norm_nothing_is_clipped(world, subject):
     """Without `max_norm` nothing MUST be clipped, however large a gradient is."""
     same_as_alone(world, subject, f"stack slow of-three: {THREE}")
-
-
-@clause("trainer.clip.tied-counts-once", source="contract: clips-once, tied; " + NORM)
-@pytest.mark.parametrize("toy", ["tied", "frozen"])
-def test_a_tied_gradient_counts_once_in_the_norm(world, subject, toy):
-    """In the norm a tied parameter's gradient MUST count once, and a frozen one's not at all."""
-    same_as_alone(world, subject, f"{toy} clipped: {THREE}")
 
 
 class Cracked(nn.Linear):
@@ -159,27 +152,6 @@ def test_every_group_gets_its_rate(world, subject):
     """`set_lr` MUST scale every group's own initial rate."""
     line = "mlp momentum two-groups: rate 0.5, train 1, rate 2, train 2, rate 0.5, train 3"
     same_as_alone(world, subject, line)
-
-
-@clause(
-    "trainer.rate.zero-keeps-weights",
-    source="contract: Trainer.set_lr/next-step; warm-up that begins at zero",
-)
-def test_a_rate_of_zero_keeps_weights(world, subject):
-    """With a factor of zero a step MUST leave every weight as it was, and count its momentum."""
-    scene = Scene.of("mlp momentum")
-    line = "read, rate 0, train 1, rate 2, train 2, rate 0, train 3"
-    ranks = world.run(follow, subject, scene, parsed(line))
-
-    judge_trained(ranks, scene, parsed(line), given=f"{scene}: {line}")
-    weights = [[found for _, found in rank["seen"]] for rank in ranks]
-    for before, number in ((0, 1), (2, 3)):
-        judge.tensors(
-            [seen[number] for seen in weights],
-            [seen[before] for seen in weights],
-            quantity=f"weight of before step {number}",
-            given=f"a rate of zero in step {number}; {scene}: {line}",
-        )
 
 
 def in_bfloat16(world, subject, words, program):

@@ -115,19 +115,6 @@ def test_what_is_frozen_later_stays(world, subject):
     same_as_alone(world, subject, "mlp adamw: train 1, freeze 2, freeze 3, train 2, train 3")
 
 
-@clause(
-    "trainer.parameters.fewer-elements-than-ranks",
-    source="contract: Trainer.step/one-process",
-    worlds=(3,),
-)
-def test_small_parameters_are_trained(world, subject):
-    """Parameters with fewer rows than there are ranks MUST be trained as in one process.
-
-    Toy "ragged" has layers with a single row, and a parameter of one element.
-    """
-    same_as_alone(world, subject, "ragged momentum: train 1, train 2")
-
-
 def described(ctx, subject, toy):
     """Names, shapes and dtypes of the full parameters, before and after a step."""
     run = OnRank(ctx, subject, toy)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from spec_tests.programs.calls import parsed
 from spec_tests.programs.law import same_as_alone
 from spec_tests.programs.one_trainer import OneProcess, loss
 from spec_tests.programs.scene import TRAINERS, Scene
@@ -70,28 +71,20 @@ def test_unusual_layouts_are_trained_or_refused(world, subject, toy):
     same_as_alone(world, subject, f"{toy} momentum: {THREE}")
 
 
-def followed_twice(ctx, subject, scene, program):
-    """The weights after some steps, as this rank has them, twice."""
-    runs = (OnRank(ctx, subject, scene) for _ in range(2))
-    return [dict_of(run.follow(program)) for run in runs]
-
-
-def dict_of(shown):
-    """What calls showed, under names that say after which call."""
+def followed(ctx, subject, scene, program):
+    """The weights after some steps, as this rank has them."""
+    shown = OnRank(ctx, subject, scene).follow(program)
     return {f"{name} after {call}": t for call, found in shown for name, t in found.items()}
 
 
 @clause("trainer.step.equal-runs-equal-bits", source="contract: equal-ranks, equal-runs")
 def test_equal_runs_give_equal_bits(world, subject):
     """All ranks MUST hold the same bits after every step, and a second equal run the same again."""
-    program = tuple(("train", str(number)) for number in (1, 2, 3))
-    ranks = world.run(followed_twice, subject, "mlp adamw of-two", program)
+    asked = (followed, subject, "mlp adamw of-two", parsed(THREE))
+    first, second = world.run(*asked), world.run(*asked)
 
-    judge.same_on_all_ranks([first for first, _ in ranks], quantity="weight")
-    for rank, (first, second) in enumerate(ranks):
-        judge.tensors(
-            [second], first, quantity="weight of the run before", given=f"rank {rank}, second run"
-        )
+    judge.same_on_all_ranks(first, quantity="weight")
+    judge.tensors(second, first, quantity="weight of the run before", given="second run")
 
 
 @clause(
@@ -141,17 +134,6 @@ def test_the_loss_that_is_returned_is_a_mean(world, subject):
                 given=str(scene),
             )
         one.step(batches)
-
-
-@clause(
-    "trainer.step.waits-for-late-ranks",
-    source="contract: Trainer.step/one-process; DeepSpeed issues 5545 and 6351",
-    worlds=(3,),
-)
-def test_a_late_rank_changes_nothing(world, subject):
-    """When `step` returns, the weights MUST be the new ones, however late another rank came."""
-    line = "mlp momentum of-two: late 1, train 1, late 0, train 2, late 1, train 3"
-    same_as_alone(world, subject, line)
 
 
 @clause("trainer.step.declares-what-is-known", source="contract: declares")

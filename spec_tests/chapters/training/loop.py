@@ -156,22 +156,6 @@ class Job:
         return rounding(torch.float32, terms=terms, depth=self.steps)
 
 
-class Counted:
-    """An iterator that counts what is taken from it."""
-
-    def __init__(self, batches: Iterator[Batch]) -> None:
-        self.batches = batches
-        self.taken = 0
-
-    def __iter__(self) -> Counted:
-        return self
-
-    def __next__(self) -> Batch:
-        batch = next(self.batches)
-        self.taken += 1
-        return batch
-
-
 @dataclass
 class Trainee:
     """One rank's model, wrapped or plain, its optimizer, and the rates that updates used.
@@ -284,15 +268,23 @@ def trained(
     if before is not None:
         before(ctx, trainee)
     own = islice(job.micro_batches(ctx.rank), None if ends is None else ends[ctx.rank])
-    batches, records = Counted(map(each, own)), []
+    taken: list[Batch] = []
+    records = []
+
+    def noted() -> Iterator[Batch]:
+        for batch in map(each, own):
+            taken.append(batch)
+            yield batch
+
+    batches = noted()
     with refusal.caught(may_raise) as error, mock.patch.dict(os.environ, environment or {}):
         for steps in calls or (job.steps,):
-            records += trainee.train(ctx, at(job, steps=steps), batches, **options)
+            records += trainee.train(ctx, replace(job, steps=steps), batches, **options)
     return {
         "weights": trainee.weights(),
         "records": records,
         "rates": trainee.rates,
-        "taken": batches.taken,
+        "taken": len(taken),
         "kinds": error["kinds"],
     }
 
@@ -408,8 +400,3 @@ def _loss(
 
 def _values(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in model.named_parameters()}
-
-
-def at(job: Job, **changes: Any) -> Job:
-    """The job with some fields changed."""
-    return replace(job, **changes)

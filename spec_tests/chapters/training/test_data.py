@@ -7,6 +7,7 @@ peers in a collective.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from operator import itemgetter
 
 import pytest
@@ -15,11 +16,9 @@ import torch
 from spec_tests.chapters.training.loop import (
     TRAIN,
     WRAPPERS,
-    Counted,
     Job,
     Trainee,
     alone,
-    at,
     each_has,
     trained,
     wrapper_at,
@@ -87,7 +86,7 @@ def test_a_step_without_all_its_data_is_not_taken_as_if_it_had_them(world, subje
     job = Job(1, 3, world.size, steps=3)
     ranks = cut_short(world, "ddp", job, [2 * job.accumulate + left] * world.size)
 
-    start, _, whole = alone(at(job, steps=2)).weights
+    start, _, whole = alone(replace(job, steps=2)).weights
     partial = alone(job, last_has=left).last
     for rank, found in enumerate(ranks):
         allowed = (whole, partial, *([start] if found["kinds"] else []))
@@ -177,7 +176,7 @@ def batches_afterwards(ctx, wrapper, job):
     """Whether each batch that the loop was given is what it was."""
     trainee = Trainee.of(ctx, wrapper, job.seed)
     given = list(job.micro_batches(ctx.rank, end=job.steps))
-    trainee.train(ctx, job, Counted(iter(given)))
+    trainee.train(ctx, job, iter(given))
     was = job.micro_batches(ctx.rank, end=job.steps)
     return [
         torch.equal(x, a) and torch.equal(y, b) for (x, y), (a, b) in zip(given, was, strict=True)

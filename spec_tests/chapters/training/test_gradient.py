@@ -21,6 +21,8 @@ what it should be. The reverse, the forward alone, sends nothing at all.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import example, given
@@ -30,12 +32,10 @@ from torch import nn
 from spec_tests.chapters.training.loop import (
     TRAIN,
     WRAPPERS,
-    Counted,
     Job,
     ToyLanguageModel,
     Trainee,
     alone,
-    at,
     trained,
     wrapper_at,
 )
@@ -185,7 +185,7 @@ def held_by_one(ctx, holder, job):
         trainee.optimizer.add_param_group({"params": [extra]})
     else:
         trainee.model.register_parameter("extra", extra)
-    [record] = trainee.train(ctx, job, Counted(job.micro_batches(ctx.rank)))
+    [record] = trainee.train(ctx, job, job.micro_batches(ctx.rank))
     norm = torch.tensor(record["grad_norm"], dtype=torch.float64)
     return {"extra": extra.detach().clone(), "norm": norm}
 
@@ -218,7 +218,7 @@ def in_a_group(ctx, job):
     if ctx.rank >= job.world_size:
         return {}
     trainee = Trainee.of(ctx, "ddp", job.seed, process_group=group)
-    trainee.train(ctx, job, Counted(job.micro_batches(ctx.rank)))
+    trainee.train(ctx, job, job.micro_batches(ctx.rank))
     return {"weights": trainee.weights()}
 
 
@@ -284,7 +284,7 @@ def test_a_gradient_below_the_bound_is_left_alone(world, subject, wrapper):
     """A gradient whose norm is below max_norm MUST be left as it is, neither cut nor stretched."""
     job = Job(2, 2, world.size, steps=2)
     bound = 1.05 * max(alone(job).norms)
-    judge_clipped(world, wrapper, at(job, max_norm=bound))
+    judge_clipped(world, wrapper, replace(job, max_norm=bound))
 
 
 @clause(
@@ -300,7 +300,7 @@ def test_a_bound_of_zero_leaves_the_weights(world, subject):
     """
     job = Job(2, 1, world.size, max_norm=0.0)
     wrapper = wrapper_at(world, "ddp")
-    ordinary = (trained, wrapper, at(job, max_norm=1.0))
+    ordinary = (trained, wrapper, replace(job, max_norm=1.0))
     ranks = refusal.answer_or_refusal(world, trained, wrapper, job, ordinary=ordinary)
 
     if ranks is not None:
@@ -355,13 +355,7 @@ def test_pytorchs_wrapper_is_one_as_well(world, subject):
 
 def sliced(batch):
     """The same ids and targets as slices of longer rows."""
-    return tuple(map(_slice, batch))
-
-
-def _slice(rows):
-    longer = rows.new_zeros(len(rows), rows.shape[1] + 2)
-    longer[:, 1:-1] = rows
-    return longer[:, 1:-1]
+    return tuple(nn.functional.pad(rows, (1, 1))[:, 1:-1] for rows in batch)
 
 
 @clause(
@@ -381,7 +375,7 @@ def test_batches_may_be_slices(world, subject):
 def sent(ctx, wrapper, job):
     """What a call of `train` sends, after a first one in which a wrapper may settle."""
     trainee = Trainee.of(ctx, wrapper, job.seed)
-    batches = Counted(job.micro_batches(ctx.rank))
+    batches = job.micro_batches(ctx.rank)
     trainee.train(ctx, job, batches)
     with ctx.recording() as recorder:
         trainee.train(ctx, job, batches)

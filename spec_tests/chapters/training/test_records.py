@@ -7,6 +7,7 @@ after the scheduler has moved on belongs to another step.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from operator import itemgetter
 
 import pytest
@@ -18,7 +19,6 @@ from spec_tests.chapters.training.loop import (
     Job,
     alone,
     as_series,
-    at,
     each_has,
     field_of,
     series,
@@ -199,7 +199,7 @@ def test_each_call_begins_its_schedule_anew(world, subject, rate):
 @pytest.mark.parametrize("given_by", ["function", "optimizer"])
 def test_the_reported_rate_is_the_one_that_was_used(world, subject, given_by):
     """`lr` of a record MUST be the rate that its update used."""
-    job = at(Job(2, 1, world.size, steps=3), rate=0.5 if given_by == "function" else None)
+    job = replace(Job(2, 1, world.size, steps=3), rate=0.5 if given_by == "function" else None)
     ranks = world.run(trained, wrapper_at(world), job)
 
     used = [as_series("lr", rank["rates"]) for rank in ranks]

@@ -107,14 +107,9 @@ def _bytes_left(ctx: Context, model: nn.Module, optimizer: str, load: bool, adds
         return footprint.settled(recorder, looks=10, pause_s=0.01)
 
 
-def deal_ones(model: nn.Module) -> None:
-    """Give every trained parameter a gradient of ones."""
+def step_on_ones(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Take a step where every trained parameter has a gradient of ones."""
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.grad = torch.ones_like(parameter)
-
-
-def step_on_ones(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Take a step with them."""
-    deal_ones(model)
     optimizer.step()

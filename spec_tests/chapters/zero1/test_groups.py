@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from spec_tests.chapters.zero1.runs import TOY, TWO, named, same_as_unsharded, steps
+from spec_tests.chapters.zero1.runs import TOY, named, same_as_unsharded, steps
 from spec_tests.programs.calls import parsed
 from spec_tests.programs.law import judge_updates, same_as_alone, situations
 from spec_tests.programs.scene import Scene
@@ -84,17 +84,6 @@ def test_a_group_that_is_added_later_trains_from_then_on(world, subject):
     """A group added during training MUST be updated from the next step on, with its options."""
     program = f"{steps(1)}, add_group, {steps(2, 3)}"
     same_as_alone(world, subject, f"{TOY} adamw: {program}")
-
-
-@clause(
-    "zero1.groups.added-to-an-idle-rank",
-    source="contract: added-groups, any-parameters; "
-    "an inner optimizer is built where there is something to own, and never later",
-    worlds=(3, 4),
-)
-def test_a_rank_that_owned_nothing_updates_what_it_owns_later(world, subject):
-    """A rank that owned nothing MUST update its parameters of a group that is added later."""
-    same_as_alone(world, subject, f"{TWO} adamw: {steps(1)}, add_group, {steps(2, 3)}")
 
 
 @clause("zero1.groups.rate-set-by-closure", source="contract: closure-options; torch.optim")

@@ -16,7 +16,6 @@ from spec_tests.chapters.zero1.runs import (
     OPTIMIZERS,
     TOY,
     WIDTH,
-    deal_ones,
     state_bytes,
     step_on_ones,
     steps,
@@ -90,6 +89,15 @@ def test_frozen_parameters_are_not_sent(world):
     )
 
 
+def sends_at_most(world, most, likely):
+    """No rank may issue more collectives in a step."""
+    __tracebackhide__ = True
+    for rank, log in enumerate(world.run(wide_step, 0)):
+        number = len(log.collectives())
+        expected = f"rank {rank}: expected at most {most} collectives, got {number}"
+        judge.holds(number <= most, expected, likely=likely)
+
+
 @clause(
     "zero1.traffic.at-most-one-message-each",
     source="contract: few-messages; " + VOLUME,
@@ -97,14 +105,8 @@ def test_frozen_parameters_are_not_sent(world):
 )
 def test_a_step_sends_at_most_one_message_per_parameter(world):
     """A step MUST NOT need more collectives than there are parameters."""
-    for rank, log in enumerate(world.run(wide_step, 0)):
-        number = len(log.collectives())
-        judge.holds(
-            number <= 2 * DEPTH,
-            f"rank {rank}: expected at most {2 * DEPTH} collectives, one for each parameter, got "
-            f"{number}",
-            likely="options or sizes are sent in every step, or each parameter more than once",
-        )
+    likely = "options or sizes are sent in every step, or each parameter more than once"
+    sends_at_most(world, 2 * DEPTH, likely)
 
 
 @clause(
@@ -114,13 +116,7 @@ def test_a_step_sends_at_most_one_message_per_parameter(world):
 )
 def test_a_step_sends_a_few_messages(world):
     """A step SHOULD send one message per rank, not one per parameter: small ones are slow."""
-    for rank, log in enumerate(world.run(wide_step, 0)):
-        number = len(log.collectives())
-        judge.holds(
-            number <= world.size,
-            f"rank {rank}: expected at most {world.size} collectives, got {number}",
-            likely="one message per parameter",
-        )
+    sends_at_most(world, world.size, "one message per parameter")
 
 
 @clause(
@@ -130,42 +126,6 @@ def test_a_step_sends_a_few_messages(world):
 def test_all_ranks_issue_the_same_collectives(world):
     """All ranks MUST issue the same collectives in a step, whichever rank owns a parameter."""
     agreement.same_collectives(world.run(third_step, f"{TOY} adamw"), given="third step")
-
-
-def bytes_that_stay(ctx):
-    """Bytes that construction and two steps leave behind; gradients are older."""
-    model = wide()
-    deal_ones(model)
-    with ctx.recording() as recorder:
-        optimizer = _sharded(ctx, model)
-        optimizer.step()
-        optimizer.step()
-        return recorder.live_bytes
-
-
-@clause(
-    "zero1.footprint.state-is-a-share",
-    source="contract: state-divided; Rajbhandari et al. 2020, section 5.1 and figure 1",
-    worlds=(4,),
-)
-def test_a_rank_keeps_a_share_of_the_state(world):
-    """A rank MUST NOT keep more than its share of the state and one copy of the parameters.
-
-    Whatever `.state` shows: an inner optimizer that holds the rest is found by its bytes. The copy
-    is for flat buffers that parameters have become views of.
-    """
-    parameter_bytes = 4 * DEPTH * LAYER
-    footprint.at_most(
-        list(world.run(bytes_that_stay)),
-        {
-            "share of two moments": 2 * parameter_bytes // world.size,
-            "the largest parameter's": 2 * 4 * WIDTH * WIDTH,
-            "flat parameters": parameter_bytes,
-            "counters and padding": 4 * DEPTH * PADDING,
-        },
-        quantity="new bytes",
-        likely="every rank keeps the moments of all parameters",
-    )
 
 
 NUM_LAYERS, SMALL_LAYER = 64, 16 * 16

@@ -27,7 +27,7 @@ DDP.near_miss(
 
 DDP.near_miss(
     "ddp.broadcasts-copies",
-    "ddp.construction.parameters-of-any-layout",
+    "ddp.programs.any-situation",
     "- tensor.copy_(whole)",
     does="Broadcasts `p.contiguous()` and forgets that it may be a copy.",
     seen="gloo refuses non-contiguous tensors; `contiguous()` is added, the copy back is not.",
@@ -116,7 +116,7 @@ DDP.near_miss(
 
 DDP.near_miss(
     "ddp.reduces-in-training-mode",
-    "ddp.gradients.in-evaluation-mode",
+    "ddp.programs.any-situation",
     "- if not (self.is_synchronised and self.is_armed):",
     "+ if not (self.is_synchronised and self.is_armed and self.training):",
     "...",

@@ -6,7 +6,7 @@ DDP = Source("spec_tests.plain.ddp")
 
 DDP.near_miss(
     "ddp.sends-frozen",
-    "ddp.traffic.frozen-not-sent",
+    "ddp.programs.any-production-situation",
     "+ for parameter in self.module.parameters():",
     "+     if not parameter.requires_grad and self.launched == 1:",
     "+         dist.all_reduce(torch.zeros_like(parameter), group=self.group)",

@@ -27,16 +27,6 @@ DDP.near_miss(
 )
 
 DDP.near_miss(
-    "ddp.reduces-in-bfloat16",
-    ("ddp.gradients.mean", "ddp.gradients.mean-at-any-seed"),
-    "+ flat = flat.bfloat16()",
-    "  handle = dist.all_reduce(flat, group=self.group, async_op=True)",
-    does="Reduces in bfloat16 and casts back.",
-    seen="Gradient compression that is on by default.",
-    unseen="A relative error of 2**-8 passes a tolerance of 1e-2.",
-)
-
-DDP.near_miss(
     "ddp.averages-the-hooks-argument",
     ("ddp.gradients.weights-untouched", "ddp.gradients.mean"),
     "- weak = weakref.WeakMethod(self.on_gradient)  # or a dropped model would never be freed",
@@ -64,7 +54,7 @@ DDP.near_miss(
 
 DDP.near_miss(
     "ddp.strides-of-its-parameters",
-    "ddp.gradients.parts-of-larger-tensors",
+    "ddp.programs.any-production-situation",
     "- self.bucket_bytes = bucket_bytes",
     "+ self.bucket_bytes = 2**30",
     "...",
@@ -113,18 +103,8 @@ DDP.near_miss(
 )
 
 DDP.near_miss(
-    "ddp.clamps-gradients",
-    ("ddp.gradients.loss-scale-invariance", "ddp.gradients.mean"),
-    "+ flat.clamp_(-50.0, 50.0)",
-    "  handle = dist.all_reduce(flat, group=self.group, async_op=True)",
-    does="Clamps every gradient.",
-    seen="A safety belt against overflow in a low-precision reduction.",
-    unseen="Gradients of toys are small.",
-)
-
-DDP.near_miss(
     "ddp.averages-what-the-hook-gets",
-    "ddp.gradients.shared-by-autograd",
+    "ddp.programs.any-situation",
     "- weak = weakref.WeakMethod(self.on_gradient)  # or a dropped model would never be freed",
     "- parameter.register_post_accumulate_grad_hook(lambda p: (weak() or bool)(index))",
     "+ parameter.register_hook(lambda g: dist.all_reduce(g.div_(self.size()), group=self.group))",

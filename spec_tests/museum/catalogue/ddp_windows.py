@@ -41,7 +41,7 @@ DDP.near_miss(
 
 DDP.near_miss(
     "ddp.fresh-only",
-    ("ddp.accumulation.equals-big-batch", "ddp.accumulation.nothing-lost"),
+    "ddp.accumulation.equals-big-batch",
     *FRESH,
     does="Reduces the last micro-batch and loses the others.",
     seen="open-instruct pull request 1498: ZeRO-2 kept the last micro-batch only.",
@@ -50,7 +50,7 @@ DDP.near_miss(
 
 DDP.near_miss(
     "ddp.keeps-earlier-local",
-    ("ddp.accumulation.equals-big-batch", "ddp.accumulation.nothing-lost"),
+    "ddp.accumulation.equals-big-batch",
     *FRESH,
     "- parameter.grad.copy_(mean)",
     '+ parameter.grad += mean - getattr(parameter, "fresh", 0.0)',
@@ -61,7 +61,7 @@ DDP.near_miss(
 
 DDP.near_miss(
     "ddp.divides-everything",
-    "ddp.accumulation.any-schedule",
+    "ddp.accumulation.two-finishes",
     *FRESH,
     "- parameter.grad.copy_(mean)",
     '+ before = parameter.grad - getattr(parameter, "fresh", 0.0)',
@@ -105,7 +105,6 @@ DDP.near_miss(
 DDP.near_miss(
     "ddp.hidden-accumulator",
     (
-        "ddp.accumulation.zero-grad-discards",
         "ddp.programs.any-situation",
         "ddp.programs.any-production-situation",
         "ddp.accumulation.one-finish",
@@ -124,27 +123,6 @@ DDP.near_miss(
     does="Keeps a window's gradients where zero_grad cannot clear them.",
     seen="FSDP2 2.13 does it: pending unsharded gradients are out of reach of `p.grad`.",
     unseen="zero_grad in the middle of a window is rare: a loop that skips a bad batch calls it.",
-)
-
-DDP.near_miss(
-    "ddp.evaluation-takes-baseline",
-    "ddp.accumulation.evaluation-in-between",
-    "+ if not torch.is_grad_enabled():",
-    "+     self.base = [0.0 if p.grad is None else p.grad.clone() for p in self.trainable]",
-    "  if torch.is_grad_enabled():",
-    "...",
-    "- return torch.zeros_like(self.trainable[index]) if gradient is None else gradient",
-    "+ whole = torch.zeros_like(self.trainable[index]) if gradient is None else gradient",
-    "+ return whole - self.base[index]",
-    "...",
-    "- parameter.grad.copy_(mean)",
-    "+ parameter.grad.copy_(mean + self.base[index])",
-    "...",
-    "  self.has_news = self.is_armed = False",
-    "+ self.base = [0.0] * len(self.trainable)",
-    does="Takes a forward without gradients for the start of a new iteration.",
-    seen="Reducers that re-arm in every forward.",
-    unseen="Evaluation happens between steps.",
 )
 
 DDP.near_miss(
@@ -202,7 +180,7 @@ DDP.near_miss(
 
 DDP.near_miss(
     "ddp.refuses-to-evaluate",
-    "ddp.gradients.evaluation-between-steps",
+    "ddp.accumulation.evaluation-in-between",
     '+ if getattr(self, "is_over", False) and not torch.is_grad_enabled():',
     '+     raise RuntimeError("forward after the gradients were launched")',
     "+ self.is_over = False",

@@ -58,7 +58,7 @@ TRAINER.near_miss(
 
 TRAINER.near_miss(
     "trainer.counts-names",
-    "trainer.clip.tied-counts-once",
+    "trainer.programs.any-situation",
     "- clip_grad_norm_(self.module.parameters(), self.max_norm)",
     "+ named = self.module.named_parameters(remove_duplicate=False)",
     '+ norm = float(clip_grad_norm_([p for _, p in named], float("inf")))',
@@ -112,16 +112,6 @@ TRAINER.near_miss(
     does="Gives all groups the rate of the first.",
     seen='`for group in groups: group["lr"] = lr`, the schedule of a single group.',
     unseen="Examples have one rate.",
-)
-
-TRAINER.near_miss(
-    "trainer.zero-is-no-rate",
-    "trainer.rate.zero-keeps-weights",
-    '- group["lr"] = factor * rate',
-    '+ group["lr"] = (factor or 1.0) * rate',
-    does="Takes a factor of zero for none.",
-    seen="`lr = lr or default`.",
-    unseen="A warm-up is at zero for one step.",
 )
 
 TRAINER.near_miss(

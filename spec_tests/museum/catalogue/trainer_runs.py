@@ -23,22 +23,6 @@ TRAINER.near_miss(
     unseen="Averaged weights have a better loss.",
 )
 
-TRAINER.near_miss(
-    "trainer.brings-back-rates",
-    "trainer.programs.any-situation",
-    "  self.optimizer.step()",
-    '+ self.rates_of_step = [group["lr"] for group in self.optimizer.param_groups]',
-    "...",
-    "  for part, is_training in modes:",
-    "      part.training = is_training",
-    '+ rates = getattr(self, "rates_of_step", [])',
-    "+ for group, rate in zip(self.optimizer.param_groups, rates, strict=False):",
-    '+     group["lr"] = rate',
-    does="Brings back in an evaluation the rates that the last step had.",
-    seen="A snapshot of weights and optimizer that is swapped out and in for averaged weights.",
-    unseen="A schedule that sets the rate between the evaluation and the step.",
-)
-
 EVALUATES_A_COPY = (
     "  import contextlib",
     "+ import copy",
@@ -152,7 +136,7 @@ TRAINER.near_miss(
 
 TRAINER.near_miss(
     "trainer.loads-beside-its-copy",
-    "trainer.checkpoint.evaluates-what-was-loaded",
+    "trainer.programs.any-situation",
     *EVALUATES_A_COPY,
     "...",
     "  self.optimizer.step()",

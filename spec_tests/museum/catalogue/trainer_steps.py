@@ -87,7 +87,7 @@ TRAINER.near_miss(
 
 REPLICAS.near_miss(
     "trainer.does-not-wait",
-    "trainer.step.waits-for-late-ranks",
+    "trainer.programs.any-situation",
     "- used = self.used_anywhere()",
     "+ used = [True] * len(self.trainable)",
     "  for bucket, flat, handle in self.flying:",
@@ -226,19 +226,6 @@ REPLICAS.near_miss(
     does="Leaves zeros in the gradients of parameters that are not trained any more.",
     seen="`zero_grad(set_to_none=False)`, the default until torch 2.0.",
     unseen="Without decay and momentum a zero moves nothing.",
-)
-
-REPLICAS.near_miss(
-    "trainer.skips-small-ones",
-    "trainer.parameters.fewer-elements-than-ranks",
-    "- self.trainable = [p for p in module.parameters() if p.requires_grad]",
-    "+ every = [p for p in module.parameters() if p.requires_grad]",
-    "+ self.trainable = [p for p in every if p.numel() >= self.size()]",
-    "...",
-    "- self.require_no_others()",
-    does="Does not reduce parameters that have fewer elements than there are ranks.",
-    seen="A flat buffer that is cut into equal parts by `numel // size`.",
-    unseen="A gain of one element hardly matters.",
 )
 
 TRAINER.near_miss(

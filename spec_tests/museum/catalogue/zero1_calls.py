@@ -97,7 +97,7 @@ ZERO1.near_miss(
 
 ZERO1.near_miss(
     "zero1.idle-for-ever",
-    "zero1.groups.added-to-an-idle-rank",
+    "zero1.programs.any-situation",
     "  self.defaults = self.inner.defaults",
     '+ self.is_idle = not any(group["params"] for group in self.inner.param_groups)',
     "...",

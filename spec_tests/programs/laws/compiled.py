@@ -18,7 +18,7 @@ from spec_tests.rig import judge
 
 HOW = ("before aot_eager", "after eager", "whole aot_eager")
 """Parts are compiled in place, before they are wrapped or after; or the wrapped model is, whole."""
-CALLS = "backward 0, zero_grad, negate, accumulate 1, backward 2"
+CALLS = "backward 0, zero_grad none, write parameters, accumulate 1, backward 2"
 
 
 def wrapped(

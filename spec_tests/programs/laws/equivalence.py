@@ -32,47 +32,6 @@ def scaled(gradients: oracle.Gradients, factor: float) -> oracle.Gradients:
     return {name: None if g is None else g * factor for name, g in gradients.items()}
 
 
-def mean_gradients(
-    observed: Sequence[oracle.Gradients],
-    toy: str,
-    seed: int,
-    *,
-    micros: Sequence[int] = (0,),
-    given: str = "",
-) -> None:
-    """Every rank must hold the mean over ranks of `W * loss`: the gradient of the full batch.
-
-    Args:
-        observed: `.grad` by name, one mapping per rank.
-        micros: the micro-batches that each rank computed since zero_grad.
-    """
-    __tracebackhide__ = True
-    size = len(observed)
-    assert size * size * len(micros) <= TOYS[toy].reach, "no exact sums any more"
-    mean = full_batch_gradients(toy, seed, ranks=range(size), micros=micros)
-
-    def local() -> list[oracle.Gradients]:
-        own = [full_batch_gradients(toy, seed, ranks=[r], micros=micros) for r in range(size)]
-        return [scaled(gradients, size) for gradients in own]
-
-    def mean_and_local() -> list[oracle.Gradients]:
-        return [added(mean, own) for own in local()]
-
-    judge.tensors(
-        observed,
-        mean,
-        quantity="mean gradient",
-        hints=[
-            Hint("the rank's own local gradient: it was never reduced", local),
-            Hint(
-                "the mean was added to the rank's own gradient, which it should replace",
-                mean_and_local,
-            ),
-        ],
-        given=", ".join(filter(None, [f"toy {toy!r}, seed {seed}", given])),
-    )
-
-
 def trained_weights(
     observed: Sequence[Mapping[str, torch.Tensor]],
     toy: str,
@@ -113,12 +72,3 @@ def trained_weights(
         ],
         given=f"toy {toy!r}, seed {seed}, {steps} steps of SGD with momentum",
     )
-
-
-def added(one: oracle.Gradients, other: oracle.Gradients) -> oracle.Gradients:
-    """The sum of both, where None adds nothing."""
-    total: oracle.Gradients = {}
-    for name, left in one.items():
-        right = other[name]
-        total[name] = right if left is None else left if right is None else left + right
-    return total

@@ -131,7 +131,8 @@ class Context:
         time.sleep(seconds)
 
     def was_interrupted(self) -> None:
-        """Say that an exception ended a backward: the caller may now write to any gradient."""
+        """Let end what an interrupted backward has launched, which may write to gradients."""
+        time.sleep(0.05)
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[Recorder]:

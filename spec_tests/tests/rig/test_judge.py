@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from spec_tests.rig import judge
-from spec_tests.rig.judge import fingerprint, tolerance
+from spec_tests.rig.judge import tolerance
 from spec_tests.rig.judge.symptoms import Hint
 from spec_tests.rig.judge.tolerance import exact, rounding
 from spec_tests.tests.rig import golden
@@ -244,12 +244,11 @@ def test_tensors_of_any_kind_are_judged(tensor: torch.Tensor):
             judge.tensors([{"a": changed}], {"a": tensor}, quantity="x")
 
 
-# -------------------------------------------------------------------------- bounds and fingerprints
+# ---------------------------------------------------------------------------------------- bounds
 
 
-@pytest.mark.parametrize("module", [fingerprint, tolerance])
-def test_the_examples_in_the_docstrings_hold(module):
-    found = doctest.testmod(module)
+def test_the_examples_in_the_docstrings_hold():
+    found = doctest.testmod(tolerance)
     assert found.attempted > 0
     assert found.failed == 0
 
@@ -274,33 +273,3 @@ def test_every_order_of_summation_lies_within_the_bound():
     reference = terms.double().sum(dim=0).float()
     for order in itertools.islice(itertools.permutations(terms), 0, 720, 60):
         assert float((sum(order) - reference).abs().max()) <= within.bound(reference)
-
-
-# ---------------------------------------------------------------------------------- fingerprints
-
-
-def test_sums_decode_exactly_up_to_the_last_contributor():
-    counts = tuple(i % 4 for i in range(fingerprint.MAX_CONTRIBUTORS))
-    total = torch.zeros(())
-    for contributor, count in reversed(list(enumerate(counts))):
-        total += count * fingerprint.contribution(contributor)
-    assert fingerprint.digits(total.item(), contributors=len(counts)) == counts
-    with pytest.raises(ValueError, match="contributor 12: expected 0 to 11"):
-        fingerprint.contribution(fingerprint.MAX_CONTRIBUTORS)
-
-
-@pytest.mark.parametrize("total", [0.5, -1.0, 4.0**3, NAN, INF])
-def test_what_is_no_sum_of_contributions_does_not_decode(total: float):
-    assert fingerprint.digits(total, contributors=3) is None
-
-
-@pytest.mark.parametrize(
-    ("counts", "said"),
-    [
-        ((1, 1), "every contribution arrived once"),
-        ((0, 3), "never arrived: rank 0; more than once: rank 1 (3 times)"),
-        (None, "no whole number of contributions arrived: something was scaled"),
-    ],
-)
-def test_digits_are_told_in_words(counts, said: str):
-    assert fingerprint.story(counts, ("rank 0", "rank 1")) == said

@@ -222,7 +222,7 @@ def test_what_is_written_in_flight_differs_and_simulated_ranks_prove_it(
     [
         (SUMMED, MEAN.id, CASE, "likely: summed and not divided by the world size\n"),
         # The second run of a property has the values that were drawn: others differ.
-        (SUMMED, f"{MEAN.id}-at-any-seed", {"subject": "ddp"}, "likely: summed and not divided"),
+        (SUMMED, "ddp.training.equals-full-batch", {"subject": "ddp"}, "likely: summed and not"),
         # The second run of what counts differs as well, and on fresh ranks in the same way.
         (COUNTED, MEAN.id, CASE, "expected the mean gradient"),
     ],
