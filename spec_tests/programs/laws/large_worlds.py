@@ -8,7 +8,6 @@ follow from shapes, so PyTorch's fake process group shows them without such a ma
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,14 +20,9 @@ SIZES = pytest.mark.parametrize("num_ranks", [8, 64])
 def first_and_last(
     world: World, num_ranks: int, body: Callable[..., Any], *args: Any
 ) -> dict[str, Any]:
-    """What `body(ctx, *args, rank, num_ranks)` saw as either end of a pretended world, by name.
-
-    Live, whatever the transport: the one rank that is there waits for nobody.
-    """
-    if world.transport == "sim":
-        world = replace(world, transport="gloo", schedule=None)
+    """What `body(ctx, *args, rank, num_ranks)` saw, live, as either end of a pretended world."""
     ends = {"first": 0, "last": num_ranks - 1}
-    return {name: world.run(body, *args, rank, num_ranks)[0] for name, rank in ends.items()}
+    return {name: world.live.run(body, *args, rank, num_ranks)[0] for name, rank in ends.items()}
 
 
 def both(num_ranks: int) -> str:

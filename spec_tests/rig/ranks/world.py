@@ -175,6 +175,11 @@ class World:
         """The same simulated world under another schedule; live ranks take no orders."""
         return replace(self, schedule=schedule) if self.transport == "sim" else self
 
+    @property
+    def live(self) -> World:
+        """The same ranks, simulated or not, as processes."""
+        return replace(self, transport="gloo", schedule=None) if self.transport == "sim" else self
+
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         # Hypothesis has a printer of its own, which would take dataclasses apart.
         printer.text(repr(self))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -16,10 +16,12 @@ from spec_tests import impls
 from spec_tests.chapters.data import test_state
 from spec_tests.contract import FUNCTIONS, OPTIONAL_METHODS
 from spec_tests.programs import draw, law
+from spec_tests.rig.judge.runner import CaseResult
 from spec_tests.rig.ledger import load_all
-from spec_tests.rig.outcomes import SILENT, Outcome
+from spec_tests.rig.outcomes import LEVELS, SILENT, Outcome
 from spec_tests.rig.ranks.errors import NotOffered
 from spec_tests.rig.ranks.world import Worlds
+from spec_tests.rig.target import Target
 from spec_tests.tests.rig.helpers import clauses, judged
 
 # Its functions are not seen to be left open: they look like functions that do something.
@@ -57,56 +59,52 @@ Attention.backward = staticmethod(backward)
 """
 
 
-@pytest.fixture(scope="module")
-def simulated() -> Iterator[Worlds]:
-    """Worlds of simulated ranks, which take a third of the time."""
-    worlds = Worlds(transport="sim")
+@pytest.fixture(scope="module", name="worlds")
+def roomy() -> Iterator[Worlds]:
+    """Worlds in which live and simulated ranks of every size stay from clause to clause."""
+    worlds = Worlds(max_pools=12)
     yield worlds
     worlds.close()
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the implementations lie; the chapters share one, and so its ranks."""
+    """Where an implementation lies that the chapters share, and so its ranks."""
     return tmp_path_factory.mktemp("not_offered")
 
 
-def outcomes(
-    worlds: Worlds, simulated: Worlds, file: Path, text: str, chosen: str
-) -> dict[str, Outcome]:
-    """Clause to the outcome of its smallest case, on simulated ranks where it can.
+def results(
+    worlds: Worlds,
+    which: Target,
+    chosen: str,
+    names: Collection[str] = FUNCTIONS,
+    level: str = LEVELS[-1],
+) -> dict[str, CaseResult]:
+    """Clause on these functions to what its smallest case came to, on simulated ranks if it can.
 
-    Of the functions that a clause judges the first has the first clause, the second the next.
+    Of the functions that a clause judges the first has the first clause, the second the next, so
+    that all have some.
     """
-    file.write_text(text, encoding="utf-8")
-    implementation = impls.parse(str(file))
     found = {}
-    for number, clause in enumerate(load_all()):
-        if clause.id.startswith(chosen) and "gloo" in clause.transports:
-            ranks = simulated if "sim" in clause.transports else worlds
-            case = of_one(clause.judges, number)
-            found[clause.id] = judged(implementation, ranks, clause, case).outcome
+    for number, clause in enumerate(clauses(chosen.partition(".")[0], level)):
+        own = [name for name in clause.judges if name in names]
+        if clause.id.startswith(chosen) and (own or not {*names}.isdisjoint(clause.needs)):
+            case = {"subject": own[number % len(own)]} if own else {}
+            transport = "sim" if "sim" in clause.transports else "gloo"
+            found[clause.id] = judged(which, worlds, clause, case, transport=transport)
     return found
 
 
-def of_one(subjects: Sequence[str], number: int) -> dict[str, str]:
-    """What a case has that is of one of these functions: by the number, so that all have some."""
-    return {"subject": subjects[number % len(subjects)]} if subjects else {}
-
-
 @pytest.mark.parametrize("chapter", sorted({clause.chapter for clause in load_all()}))
-def test_what_refuses_every_call_is_offered_nowhere(
-    worlds: Worlds, simulated: Worlds, folder: Path, chapter: str
-):
-    found = outcomes(worlds, simulated, folder / "open.py", OPEN, f"{chapter}.")
-    assert {name: outcome for name, outcome in found.items() if outcome not in SILENT} == {}
+def test_what_refuses_every_call_is_offered_nowhere(worlds: Worlds, folder: Path, chapter: str):
+    (file := folder / "open.py").write_text(OPEN, encoding="utf-8")
+    found = results(worlds, impls.parse(str(file)), f"{chapter}.")
+    assert {i: r.outcome for i, r in found.items() if r.outcome not in SILENT} == {}
 
 
-def test_a_keyword_that_is_not_offered_passes_no_clause_about_it(
-    worlds: Worlds, simulated: Worlds, folder: Path
-):
-    found = outcomes(worlds, simulated, folder / "clip.py", WITHOUT_A_FLAG, "clip.nonfinite.")
-    assert {name for name, outcome in found.items() if outcome is Outcome.NOT_OFFERED} == {
+def test_a_keyword_that_is_not_offered_passes_no_clause_about_it(worlds: Worlds, mine):
+    found = results(worlds, mine(WITHOUT_A_FLAG), "clip.nonfinite.")
+    assert {i for i, r in found.items() if r.outcome is Outcome.NOT_OFFERED} == {
         "clip.nonfinite.error-on-all-ranks",
         "clip.nonfinite.error-scales-nothing",
         "clip.nonfinite.finite-is-no-error",
@@ -114,13 +112,12 @@ def test_a_keyword_that_is_not_offered_passes_no_clause_about_it(
 
 
 @pytest.mark.parametrize("backward", ["", LEFT_OPEN], ids=["left out", "left open"])
-def test_without_a_backward_no_clause_about_it_passes(worlds: Worlds, folder: Path, backward: str):
-    (file := folder / f"forward{len(backward)}.py").write_text(FORWARD + backward)
-    for clause in load_all():
-        if clause.id.startswith(("attention.autograd.", "attention.shapes.without-heads")):
-            found = judged(impls.parse(str(file)), worlds, clause, {"subject": "flash_attention"})
-            assert found.outcome is not Outcome.PASSED, clause.id
-    found = judged(impls.parse(str(file)), worlds, "attention.forward.values")
+def test_without_a_backward_no_clause_about_it_passes(worlds: Worlds, mine, backward: str):
+    which = mine(FORWARD + backward)
+    for chosen in ("attention.autograd.", "attention.shapes.without-heads"):
+        for id, found in results(worlds, which, chosen, ["flash_attention"]).items():
+            assert found.outcome is not Outcome.PASSED, id
+    found = judged(which, worlds, "attention.forward.values")
     assert found.outcome is Outcome.PASSED, found.message
 
 
@@ -160,14 +157,9 @@ def lacking(*names: str, methods: Sequence[str] = ()) -> str:
     ],
 )
 def test_a_method_that_an_object_may_lack_is_not_offered(
-    worlds: Worlds, simulated: Worlds, mine, chapter: str, names: tuple[str, ...]
+    worlds: Worlds, mine, chapter: str, names: tuple[str, ...]
 ):
-    which, found = mine(lacking(*names)), {}
-    for number, clause in enumerate(clauses(chapter, "correct")):
-        own = [name for name in names if name in clause.judges]
-        if own or {*names} & {*clause.needs}:
-            ranks = simulated if "sim" in clause.transports else worlds
-            found[clause.id] = judged(which, ranks, clause, of_one(own, number))
+    found = results(worlds, mine(lacking(*names)), f"{chapter}.", names, "correct")
     others = {i: r.message for i, r in found.items() if r.outcome not in SILENT | {Outcome.PASSED}}
     assert others == {}
     lacks = {i: r.message for i, r in found.items() if r.outcome is Outcome.NOT_OFFERED}
@@ -192,17 +184,19 @@ def test_a_method_that_an_object_may_lack_is_not_offered(
     ],
 )
 def test_a_clause_that_does_not_speak_of_an_absent_method_is_judged(
-    simulated: Worlds, mine, clause: str, case: dict[str, str], method: str
+    worlds: Worlds, mine, clause: str, case: dict[str, str], method: str
 ):
     which = mine(lacking("fully_shard", methods=(method,)))
-    found = judged(which, simulated, clause, {"subject": "fully_shard", **case})
+    case = {"subject": "fully_shard", **case}
+    found = judged(which, worlds, clause, case, transport="sim")
     assert found.outcome is Outcome.PASSED, found.message
 
 
-def test_a_setting_of_a_scene_that_is_absent_is_not_offered(simulated: Worlds, mine):
+def test_a_setting_of_a_scene_that_is_absent_is_not_offered(worlds: Worlds, mine):
     which = mine(lacking("fully_shard", methods=("set_gradient_divide_factor",)))
+    world = worlds.world(2, which, transport="sim")
     with pytest.raises(NotOffered, match="set_gradient_divide_factor"):
-        law.same_as_alone(simulated.world(2, which), "fully_shard", "by-four: backward 0")
+        law.same_as_alone(world, "fully_shard", "by-four: backward 0")
 
 
 @pytest.mark.parametrize("needed", ["keep", ""], ids=["by some", "by all"])
@@ -244,42 +238,25 @@ def test_only_a_clause_that_asks_an_object_finds_a_method_absent(
     assert found.outcome is outcome, found.message
 
 
-# As public loaders do it: a quantum of tokens at a time, the rest of a shard dropped, and no end.
-# A shard that is shorter than the quantum gives a batch of the wrong size, which is an error here.
-QUANTA = """
-import numpy as np
-import torch
+# As public loaders do it: no end, and no state.
+ENDLESS = """
+from spec_tests import plain
 
-class Quanta:
-    def __init__(self, paths, B, T, rank, world):
-        self.files = [np.fromfile(path, np.uint16, offset=1024).astype(np.int64) for path in paths]
-        self.shape, self.first, self.quantum = (B, T), rank * B * T, world * B * T
+class Endless:
+    def __init__(self, *args, **options):
+        self.loader = plain.token_loader(*args, **options)
 
     def __iter__(self):
-        file, begin = 0, 0
         while True:
-            if begin + self.quantum + 1 >= len(self.files[file]):
-                file, begin = (file + 1) % len(self.files), 0
-            B, T = self.shape
-            tokens = torch.tensor(self.files[file][begin + self.first :][: B * T + 1])
-            yield tokens[:-1].view(self.shape), tokens[1:].view(self.shape)
-            begin += self.quantum
+            yield from self.loader
 
-def token_loader(paths, *, batch_size, sequence_length, rank=None, world_size=None):
-    return Quanta(paths, batch_size, sequence_length, rank or 0, world_size or 1)
+def token_loader(*args, **options):
+    return Endless(*args, **options)
 """
 
 
-def test_clauses_on_states_ask_for_a_state_first(worlds: Worlds, simulated: Worlds, folder: Path):
-    found = outcomes(worlds, simulated, folder / "quanta.py", QUANTA, "data.state.")
-    assert {*found.values()} == {Outcome.NOT_OFFERED}
-
-
-def test_a_further_pass_repeats_no_sequence(worlds: Worlds, mine):
-    which = mine(QUANTA)
-    for name, outcome in (
-        ("ranks-differ", Outcome.PASSED),
-        ("one-pass-per-iter", Outcome.FAILED),
-        ("short-shards", Outcome.FAILED),
-    ):
-        assert judged(which, worlds, f"data.partition.{name}").outcome is outcome, name
+def test_clauses_on_states_ask_for_a_state_first(worlds: Worlds, mine):
+    found = results(worlds, which := mine(ENDLESS), "data.state.")
+    assert {result.outcome for result in found.values()} == {Outcome.NOT_OFFERED}
+    goes_on = judged(which, worlds, "data.partition.ranks-differ")
+    assert goes_on.outcome is Outcome.PASSED, "a further pass repeats no sequence"

@@ -55,21 +55,16 @@ def repro(tmp_path: Path, impl: str, clause: str) -> int:
     return command.main(["--impl", impl, "--clause", clause, str(tmp_path / "out")])
 
 
-def made_up(id: str) -> dict[str, object]:
-    """The first case of a clause, as if it had failed."""
-    clause = next(each for each in ledger.load_all() if each.id == id)
-    case = next(clause.cases())
-    label = clause.label(case)
-    message = f"[id]  S\nfound\nso\ngiven: mlp: backward 0, {label}, mine.py"
-    return {"case": label, "world_size": case["world"], "message": message}
-
-
 @pytest.mark.parametrize("clause", FAULTS)
 def test_a_script_shows_the_fault_until_it_is_mended(
     clause: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    """The clause itself is judged in the test below."""
-    monkeypatch.setattr(command, "_finding", lambda impl, id: made_up(id))
+    """Of a finding that is made up; the test below judges the clause itself."""
+    which = next(each for each in ledger.load_all() if each.id == clause)
+    label, size = which.label(case := next(which.cases())), case["world"]
+    message = f"[id]  S\nfound\nso\ngiven: mlp: backward 0, {label}, mine.py"
+    finding = {"case": label, "world_size": size, "message": message}
+    monkeypatch.setattr(command, "_finding", lambda impl, id: finding)
     monkeypatch.setattr(command, "_run", run_forked)
     mine = tmp_path / "mine.py"
     mine.write_text(RIGHT + FAULTS[clause])
@@ -131,8 +126,7 @@ def test_a_script_that_does_not_show_the_finding_is_not_kept(
     (tmp_path / "mine.py").write_text(RIGHT)
     finding = {"case": "flash_attention-w1", "world_size": 1, "message": "[id]  S\nfound\nso"}
     monkeypatch.setattr(command, "_finding", lambda impl, id: finding)
-    arguments = ["--impl", str(tmp_path / "mine.py"), "--clause", "attention.forward.values"]
-    assert command.main([*arguments, str(tmp_path / "out")]) == 2
+    assert repro(tmp_path, str(tmp_path / "mine.py"), "attention.forward.values") == 2
     assert "no small script shows this finding: 1 tried" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
