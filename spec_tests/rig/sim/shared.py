@@ -1,8 +1,8 @@
 """State in an implementation's modules: each process has its own, and simulated ranks share one.
 
-Recognised are a `global` statement, and an empty container or a counter at the top of a module,
-which is there to be filled: `seen = {}`, `calls = []`, `numbers = count()`. State in another form
-(a cache, a class attribute, another file's module) is not seen.
+Recognised are a `global` statement, and an empty container at the top of a module that a function
+fills: `seen = {}` and `seen[key] = value`, `calls = []` and `calls.append(1)`, `next(numbers)`.
+State in another form (a cache, a class attribute, another file's module) is not seen.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 from spec_tests.rig.target import Target
 
 _CONTAINERS = ("dict", "list", "set", "count", "deque", "defaultdict")
+_FILLS = ("append", "add", "update", "setdefault", "extend", "pop", "insert", "clear")
 
 
 def state_of(target: Target) -> str:
@@ -42,13 +43,31 @@ def _files(target: Target) -> Iterator[Path]:
 
 def _first(tree: ast.Module) -> str:
     """Return line and words of the first state in a module, or ""."""
+    filled: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Global):
             return f"{node.lineno}: `{node.names[0]}`"
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            filled |= {name for inner in ast.walk(node) for name in _filled(inner)}
     for statement in tree.body:
         if isinstance(statement, ast.Assign | ast.AnnAssign) and _is_empty(statement.value):
-            return f"{statement.lineno}: `{ast.unparse(statement)}`"
+            targets = getattr(statement, "targets", None) or [getattr(statement, "target", None)]
+            if any(isinstance(name, ast.Name) and name.id in filled for name in targets):
+                return f"{statement.lineno}: `{ast.unparse(statement)}`"
     return ""
+
+
+def _filled(node: ast.AST) -> Iterator[str]:
+    """Yield the name that an expression writes to, if it writes into a container."""
+    written: ast.AST | None = None
+    if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store | ast.Del):
+        written = node.value
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        written = node.func.value if node.func.attr in _FILLS else None
+    elif isinstance(node, ast.Call) and ast.unparse(node.func) == "next" and node.args:
+        written = node.args[0]
+    if isinstance(written, ast.Name):
+        yield written.id
 
 
 def _is_empty(value: ast.expr | None) -> bool:
