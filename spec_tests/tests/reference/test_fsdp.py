@@ -196,7 +196,7 @@ POLICIES: dict[str, dict[str, torch.dtype]] = {
 
 
 # The reference's Llama, with widths that no number of ranks divides.
-LLAMA = {
+LLAMA: dict[str, Any] = {
     "vocab_size": 50,
     "max_sequence_length": LLAMA_LENGTH,
     "num_layers": 3,

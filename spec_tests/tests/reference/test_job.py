@@ -137,7 +137,7 @@ def test_what_all_ranks_refuse_the_first_one_says(tmp_path):
 
     first, second = run_ranks(DDP, *flags, folder=tmp_path, status=2)
 
-    assert "or train without --eval-every" in first.err
+    assert "--val-fraction above 0, or train without --eval-every" in first.err
     assert "error" not in second.err
 
 

@@ -86,13 +86,6 @@ def test_a_single_text_however_long_is_cut_and_its_end_validates(ctx, tmp_path):
 
 
 @on_ranks(1)
-def test_where_nothing_validates_the_flags_are_named(ctx, texts, tmp_path):
-    prepared(texts, tmp_path / "out", val_fraction=0.0)
-    with pytest.raises(ValueError, match="--val-fraction above 0, or train without --eval-every"):
-        solution("data.shards").find_shards(tmp_path / "out", "val")
-
-
-@on_ranks(1)
 def test_ids_that_uint16_cannot_hold_are_refused_and_nothing_is_written(ctx, tmp_path):
     for ids in ([0, 65536], [-1, 0], np.array([1, 70_000])):
         with pytest.raises(ValueError, match="65536"):

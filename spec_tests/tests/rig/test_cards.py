@@ -83,14 +83,13 @@ def test_plain_offers_nearly_all_of_the_contract():
 
 
 @pytest.mark.parametrize("name", [module.name for module in pkgutil.iter_modules(plain.__path__)])
-def test_a_plain_file_teaches_its_algorithm_and_is_short(name: str):
+def test_a_plain_file_teaches_its_algorithm(name: str):
     module = importlib.import_module(f"spec_tests.plain.{name}")
     assert module.__file__ is not None
     text = Path(module.__file__).read_text(encoding="utf-8")
     head = ast.get_docstring(ast.parse(text)) or ""
     assert all(word in head for word in ("Problem:", "Idea:", "Steps"))
     assert "Paper:" in head or "Source:" in head
-    assert len(text.splitlines()) <= 450
 
 
 def test_the_page_is_fresh():

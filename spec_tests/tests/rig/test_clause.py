@@ -15,7 +15,7 @@ from spec_tests.rig import ledger
 from spec_tests.rig.clause import REGISTER, Clause, clause, clause_of, clauses
 from spec_tests.rig.outcomes import LEVELS, Strength
 from spec_tests.tests.reference import launch
-from spec_tests.tests.rig.helpers import ROOT
+from spec_tests.tests.rig.helpers import ROOT, declared
 from spec_tests.tests.rig.watched import told_by
 from spec_tests.watch.command import norms
 
@@ -50,7 +50,7 @@ def test_a_clause_is_registered_with_its_sentence(register, id: str, strength: S
     of_file = clauses(level="course", judges=("ddp",), worlds=(3,))
     of_file(id, source="x", worlds=(4,))(test)  # what a clause says itself wins
     found = register.pop(id)
-    assert clause_of(test) is found
+    assert declared(test) is found
     assert (found.sentence, found.strength) == (f"This {strength} hold.", strength)
     assert (found.level, found.judges, found.worlds) == ("course", ("ddp",), (4,))
     assert found.chapter == id.partition(".")[0]

@@ -46,29 +46,30 @@ class Looks:
         return liveness._Sample(0.2 * self.number, cpu_s, frozenset(working))
 
 
-@pytest.mark.parametrize(
-    ("looks", "is_blocked"),
-    [
-        (Looks(0.0, set()), True),
-        (Looks(0.005, set()), True),
-        (Looks(0.005, {"gloo"}, set(), {"main"}), True),
-        (Looks(0.1, {"main"}), False),
-        (Looks(0.1, set()), False),
-        (Looks(0.0, {"main"}), False),
-        (Looks(0.0, {"main"}, {"main", "gloo"}), False),
-        (Looks(0.0, {"child"}), False),
-    ],
-    ids=[
-        *("asleep", "event loop", "event loop on a crowded machine", "computing"),
-        *("computing in bursts", "starving", "starving beside an event loop", "child at work"),
-    ],
-)
-def test_blocked_is_told_from_slow(monkeypatch, looks: Looks, is_blocked: bool):
+LOOKS = {
+    "asleep": (Looks(0.0, set()), "blocked"),
+    "asleep beside an event loop": (Looks(0.0, {"gloo"}, set()), "blocked"),
+    "event loop": (Looks(0.005, set()), "blocked"),
+    "event loop on a crowded machine": (Looks(0.005, {"gloo"}, set(), {"main"}), "blocked"),
+    "computing": (Looks(0.2, {"main"}), ""),
+    "computing half of the time": (Looks(0.1, {"main"}), ""),
+    "computing in bursts": (Looks(0.1, set()), ""),
+    "child at work": (Looks(0.0, {"child"}), ""),
+    "starving": (Looks(0.0, {"main"}), "starved"),
+    "starving beside an event loop": (Looks(0.0, {"main"}, {"main", "gloo"}), "starved"),
+    "gets a quarter": (Looks(0.05, {"main"}, {"main", "gloo"}), "starved"),
+}
+
+
+@pytest.mark.parametrize(("looks", "found"), LOOKS.values(), ids=LOOKS)
+def test_blocked_and_starving_are_told_from_slow(monkeypatch, looks: Looks, found: str):
     monkeypatch.setattr(liveness, "_sample", looks)
     watched = liveness.Liveness(1, window_s=2.0)
-    answers = [watched.is_blocked() for _ in range(30)]
-    assert any(answers) == is_blocked
-    if is_blocked:
+    answers = [watched.is_blocked() for _ in range(8)]
+    assert watched.is_starved == (found == "starved")
+    answers += [watched.is_blocked() for _ in range(22)]
+    assert any(answers) == (found == "blocked")
+    if found == "blocked":
         assert answers.index(True) == 10, "as soon as the window is over"
 
 

@@ -1,8 +1,8 @@
 """An implementation is untrusted code: what it does to itself, it does to itself alone.
 
 Each file here does one thing that would end or mislead a suite that imported it: the outcome is a
-result with a message, the run goes on, and who is judged beside it is judged as ever. What a rank
-sends is data to its parent: all that is data arrives, and nothing else is called.
+result with a message. What a rank sends is data to its parent: all that is data arrives, and
+nothing else is called. That others are judged as ever beside such code: `test_what_code_comes_to`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from spec_tests.rig.ranks.errors import RankDied, RankHung, RankRaised, RankRepo
 from spec_tests.rig.ranks.rank import Context, RankConfig, Reply
 from spec_tests.rig.ranks.recorder import Kind
 from spec_tests.rig.ranks.world import Worlds
-from spec_tests.rig.report.eventlog import read_log
 from spec_tests.tests.rig import bodies, test_hygiene
 from spec_tests.tests.rig.helpers import (
     RIGHT,
@@ -32,7 +31,6 @@ from spec_tests.tests.rig.helpers import (
     UNANSWERED,
     calling,
     judged,
-    python,
 )
 
 CRASH = "import ctypes; ctypes.string_at(0)"
@@ -158,46 +156,7 @@ def test_a_group_of_its_own_is_left_before_the_rig_makes_one(own: Worlds, mine):
     assert judged(mine(text + RIGHT), own).outcome == Outcome.PASSED
 
 
-# ----------------------------------------------------------------------------------- the whole run
-
-
-def test_one_command_survives_all_of_it_and_judges_the_others_as_ever(tmp_path: Path):
-    hostile = (
-        "import os, sys\nimport torch.distributed as dist\n"
-        "dist.all_reduce = None\n"
-        "def ddp(module):\n    os._exit(3)\n"
-        "def ddp_bucketed(module, *, bucket_size_mb):\n    sys.exit(3)\n"
-        f"def sharded_optimizer(params, kind, **options):\n    {CRASH}\n"
-        "class Gone(int):\n    def __reduce__(self): return os._exit, (0,)\n"
-        "def accumulation_steps(**sizes):\n    return Gone(1)\n"
-    )
-    (tmp_path / "hostile.py").write_text(hostile)
-    (tmp_path / "right.py").write_text(RIGHT)
-    ended = python(
-        *("-m", "spec_tests"),
-        *("--impl", str(tmp_path / "hostile.py"), "--impl", str(tmp_path / "right.py")),
-        *("--clause", "ddp.gradients.frozen-stay-none", "--clause", "zero1.groups.live"),
-        *("--clause", "training.accumulation.fills-the-global-batch"),
-        *("--report", str(tmp_path / "out")),
-    )
-    events = read_log(tmp_path / "out" / "events.jsonl")
-    found = {
-        (Path(e["implementation"]).name, e["case"]): e["outcome"]
-        for e in events
-        if e["event"] == "result"
-    }
-    assert found == {
-        ("hostile.py", "ddp-w3"): "died",
-        ("hostile.py", "ddp_bucketed-w3"): "failed",
-        ("hostile.py", "sharded_optimizer-w2"): "died",
-        ("hostile.py", "accumulation_steps-w1"): "failed",
-        ("right.py", "ddp-w3"): "passed",
-        ("right.py", "ddp_bucketed-w3"): "not_offered",
-        ("right.py", "sharded_optimizer-w2"): "not_offered",
-        ("right.py", "accumulation_steps-w1"): "not_offered",
-    }
-    assert ended.returncode == 1, ended.stdout + ended.stderr
-    assert events[-1]["event"] == "footer"
+# ------------------------------------------------------------------------------- what a rank sends
 
 
 ELSEWHERE = """
