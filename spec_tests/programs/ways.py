@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from spec_tests.programs.alone import SEED, shape_of
-from spec_tests.programs.on_ranks import OnRank, copy_of
+from spec_tests.programs.on_ranks import OnRank
 from spec_tests.programs.pieces import exact
 from spec_tests.programs.units import having, lists_of, parameters_of_units
 from spec_tests.rig.judge.oracle import Gradients, Named
@@ -180,7 +180,9 @@ class Shards(OnRank):
         self.handles = [part.unshard(**options) for part in having(self.module, "unshard")]
         if at_once != "now":
             return None
-        return {name: copy_of(p) for name, p in self.module.named_parameters()}
+        # One that is still a DTensor shows its own rows alone: full parameters are plain tensors.
+        shown = ((n, getattr(p, "to_local", p.detach)()) for n, p in self.module.named_parameters())
+        return {name: exact(value) for name, value in shown}
 
     def wait(self) -> None:
         for handle in self.handles:

@@ -299,6 +299,19 @@ class Reordered(nn.Module):
         return self.head(x).remainder(6.0)
 
 
+class Ladder(nn.Module):
+    """Layers in a row; `use` says which of them a forward calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({n: nn.Linear(6, 6, bias=False) for n in "abcd"})
+
+    def forward(self, x: torch.Tensor, use: str = "abcd") -> torch.Tensor:
+        for name in use:
+            x = self.layers[name](x).remainder(3.0)
+        return x
+
+
 class Narrow(nn.Module):
     """Layers in a row and one beside them, whose gradients float16 and bfloat16 hold exactly.
 
@@ -397,6 +410,7 @@ TOYS = {
         Toy("even", Even, reach=4 * 4 * 2),
         Toy("stack", Stack, reach=4 * 4 * 2),
         Toy("reordered", Reordered, reach=3 * 3),
+        Toy("ladder", Ladder, reach=3 * 3),
         Toy("narrow", Narrow),
     )
 }

@@ -33,9 +33,6 @@ from spec_tests.rig.ranks.recorder import Log
 from spec_tests.rig.ranks.world import World
 from spec_tests.rig.toys import TOYS, sum_of_squares
 
-WHOLE = "plain and whole"
-"""The kind of a parameter that is not sharded, see `kind_of`."""
-
 FULLY_SHARD = ("fully_shard",)
 BOTH = ("fully_shard", "fsdp")
 
@@ -93,15 +90,6 @@ def of_integers(module: nn.Module) -> Any:
         values = torch.arange(parameter.numel()).add(number).remainder(5) - 2.5
         parameter.data.copy_((2 * values).view(parameter.shape))
     return module
-
-
-def kind_of(parameter: torch.Tensor, shape: torch.Size) -> str:
-    """`WHOLE`, or what a parameter that had this shape is instead."""
-    from torch.distributed.tensor import DTensor
-
-    if not isinstance(parameter, DTensor) and parameter.shape == shape:
-        return WHOLE
-    return f"{type(parameter).__name__} of shape {tuple(parameter.shape)}"
 
 
 def rows_of(tensor: torch.Tensor, rank: int, num_ranks: int) -> torch.Tensor:
@@ -162,12 +150,6 @@ def judge_gradients(
 def sharded_toy(ctx: Context, subject: str, toy: str, seed: int = SEED, **options: Any) -> Any:
     """A toy as built with a seed, sharded by its children with these options."""
     return shard(ctx, subject, TOYS[toy].build(seed).to(ctx.device), **options)
-
-
-def loss_of(ctx: Context, model: Any, toy: str, micro: int = 0, seed: int = SEED) -> torch.Tensor:
-    """The loss of this rank's micro-batch; the mean over ranks of its gradients is a plain sum."""
-    batch = TOYS[toy].batch(seed, rank=ctx.rank, micro=micro).to(ctx.device)
-    return ctx.world_size * sum_of_squares(model(batch))
 
 
 def trajectory(ctx: Context, subject: str, toy: str, **options: Any) -> Named:
@@ -308,7 +290,8 @@ def step_of(
 
     "weights" are the full ones after it, "kinds" the classes of parameters between forward and
     backward, "trained" the names of shards with a gradient and "dtypes" the dtypes of these,
-    "late" an error of the backward.
+    "whole" the names of parameters that are plain and whole after it, "late" an error of the
+    backward.
 
     Args:
         method: is registered as a method beside `forward`.
@@ -317,7 +300,7 @@ def step_of(
         options: of `shard`.
     """
     module = own.build()
-    names = [name for name, _ in module.named_parameters()]
+    shapes = {name: p.shape for name, p in module.named_parameters()}
     model = shard(ctx, subject, module.to(ctx.device), own.units, **options)
     if method:
         ctx.impl.register_fsdp_forward_method(model, method)
@@ -341,8 +324,15 @@ def step_of(
         "kinds": kinds,
         "output": {name: output.detach() for name, output in outputs.items()},
         "input": {"x": x.grad},
-        "weights": _weights(ctx, subject, model, names),
+        "whole": [n for n, shape in shapes.items() if _is_whole(model, n, shape)],
+        "weights": _weights(ctx, subject, model, [*shapes]),
     }
+
+
+def _is_whole(model: nn.Module, name: str, shape: torch.Size) -> bool:
+    """Whether a parameter has its name behind that of a wrapper, its shape, and is no DTensor."""
+    found = [p for n, p in model.named_parameters() if f".{n}".endswith(f".{name}")]
+    return [p.shape for p in found] == [shape] and not hasattr(found[0], "placements")
 
 
 def _loss(outputs: Named) -> Any:

@@ -7,7 +7,7 @@ along, and the micro-batch that reduces may not use every unit that has somethin
 
 from __future__ import annotations
 
-from spec_tests.chapters.fsdp.sharded import BOTH, FULLY_SHARD
+from spec_tests.chapters.fsdp.sharded import FULLY_SHARD
 from spec_tests.programs.law import same_as_alone, situations
 from spec_tests.rig.clause import clauses
 
@@ -19,18 +19,6 @@ WINDOWS = {
     "each": ("backward 0, backward 1", "backward 2"),
     "mixed": ("backward 0, accumulate 1", "backward 2"),
     "again": ("accumulate 5, backward 6, zero_grad none, backward 0, accumulate 1", "backward 2"),
-}
-EVALUATED = {
-    "fully_shard": ["stack: accumulate 0, evaluate 7, backward 1, evaluate 8"],
-    # A second micro-batch may be refused, and not the forward before it.
-    "fsdp": [
-        "even: backward 0, evaluate 7",
-        "even: backward 0, evaluate 7, backward 1, evaluate 8",
-    ],
-}
-UNUSED_IN_LAST = {
-    "fully_shard": "branches-in-turn layers: accumulate 0, backward 1",
-    "fsdp": "branches-in-turn: several 0 1",
 }
 
 
@@ -125,29 +113,3 @@ def test_zero_grad_inside_a_window_discards_what_was_pending(world, subject, sit
     foreach and fused optimizers write to DTensors moves no version counter.
     """
     same_as_alone(world, subject, situation)
-
-
-@clause(
-    "fsdp.accumulation.unused-in-last",
-    judges=BOTH,
-    source="contract: unused-none, adds-up, unused; "
-    "pytorch issue 69031, on DistributedDataParallel",
-    worlds=(2, 3),
-)
-def test_a_unit_used_only_in_an_early_micro_batch_is_reduced(world, subject):
-    """A unit used only before the reducing micro-batch MUST be reduced, or be an error."""
-    same_as_alone(world, subject, UNUSED_IN_LAST[subject])
-
-
-@clause(
-    "fsdp.accumulation.evaluation-in-between",
-    judges=BOTH,
-    source="contract: as-pytorch, adds-up; " + PAGE,
-)
-def test_an_evaluation_in_mid_window_disturbs_nothing(world, subject):
-    """A forward without gradients between micro-batches MUST change no gradient.
-
-    The whole-model shape may refuse the second micro-batch, and not the forward before it.
-    """
-    for situation in EVALUATED[subject]:
-        same_as_alone(world, subject, situation)

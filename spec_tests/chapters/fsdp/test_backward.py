@@ -89,17 +89,6 @@ def test_a_step_uses_the_mean_gradient_of_any_model(world, subject, situation):
 
 
 @clause(
-    "fsdp.backward.any-granularity",
-    source="contract: mean-gradient; "
-    "torch.distributed.fsdp.fully_shard: called bottom-up on any modules",
-)
-@situations({units: f"stack {units}: backward 0" for units in ("root", "layers", "nested")})
-def test_what_is_gathered_together_changes_no_gradient(world, subject, situation):
-    """However a model is cut into units, gradients MUST be the mean of the local ones."""
-    same_as_alone(world, subject, situation)
-
-
-@clause(
     "fsdp.backward.frozen-subset",
     source="contract: frozen-none; test_fully_shard_frozen, which freezes whole modules only",
     worlds=(3,),
@@ -181,14 +170,12 @@ def test_the_output_of_a_sharded_layer_may_be_changed_in_place(world, subject):
     steps_as_alone(world, subject, Own(partial(layers, True)))
 
 
-def entangled(ctx, subject, scene, how):
-    """Gradients where forwards and backwards do not simply alternate."""
+def entangled(ctx, subject, scene, *backwards):
+    """Gradients after two forwards and their backwards, in this order."""
     rank = on_rank(ctx, subject, scene)
-    losses = [rank.loss(micro) for micro in ("0" if how == "retained" else "01")]
-    if how == "retained":
-        losses[0].backward(retain_graph=True)
-    for loss in losses[::-1] if how == "in-reverse" else losses:
-        loss.backward()
+    losses = {micro: rank.loss(micro) for micro in ("0", "1")}
+    for micro in backwards:
+        losses[micro].backward()
     return rank.gradients()
 
 
@@ -200,13 +187,13 @@ def entangled(ctx, subject, scene, how):
 @pytest.mark.parametrize("how", ["one-backward", "in-order", "in-reverse", "retained"])
 def test_several_forwards_may_wait_for_their_backward(world, subject, how):
     """Gradients MUST add up over forwards that precede a backward, and over repeated backwards."""
-    if how == "one-backward":
-        same_as_alone(world, subject, "stack nested: both 0 1")
+    if how in ("one-backward", "retained"):
+        calls = "both 0 1" if how == "one-backward" else "twice 0"
+        same_as_alone(world, subject, f"stack nested: {calls}")
         return
-    # The last of these calls is the last that the body makes.
-    program = {"in-order": "accumulate 0, backward 1", "in-reverse": "accumulate 1, backward 0"}
-    situation = f"stack nested: {program.get(how, 'accumulate 0, backward 0')}"
-    gradients_as_after(world, subject, situation, entangled, how)
+    one, other = ("0", "1") if how == "in-order" else ("1", "0")
+    situation = f"stack nested: accumulate {one}, backward {other}"
+    gradients_as_after(world, subject, situation, entangled, one, other)
 
 
 @clause(
@@ -226,18 +213,6 @@ def test_recomputing_a_unit_changes_no_gradient(world, subject, situation):
 
     A recomputation ends like a forward; freed there, the weights are gone when backward needs them.
     """
-    same_as_alone(world, subject, situation)
-
-
-@clause(
-    "fsdp.backward.activation-checkpointing-in-a-whole-model",
-    judges=("fsdp",),
-    source="contract: reused; torch.utils.checkpoint",
-    worlds=(2,),
-)
-@situations({how: f"even {how}: backward 0" for how in ("called-again", "called-again-reentrant")})
-def test_recomputing_a_layer_of_a_whole_model_changes_no_gradient(world, subject, situation):
-    """Layers of a whole model recomputed in backward MUST get the mean gradient, or be refused."""
     same_as_alone(world, subject, situation)
 
 

@@ -10,7 +10,6 @@ from torch import nn
 
 from spec_tests.chapters.fsdp.sharded import FULLY_SHARD
 from spec_tests.chapters.fsdp.test_precision import HALF, POLICY, in_half, output_in_half
-from spec_tests.programs.law import same_as_alone
 from spec_tests.programs.laws import refusal
 from spec_tests.rig import judge
 from spec_tests.rig.clause import clauses
@@ -133,17 +132,6 @@ def test_a_registered_method_gets_the_casts_of_its_unit(world, subject):
     """A registered method's inputs and outputs MUST be cast as those of `forward` are."""
     wanted = {"weight": HALF, "x": HALF, "ids": torch.int64, "output": torch.float64}
     judge.equal(world.run(seen_in_a_method, subject), wanted, quantity="dtypes in the method")
-
-
-@clause(
-    "fsdp.precision.float16-over-replicas",
-    source="contract: two-dims, reduces; "
-    f"{POLICY}, reduce_dtype; FSDP2 divides before and after it adds up in float16",
-    worlds=(4,),
-)
-def test_the_mean_in_float16_is_over_replicas_too(world, subject):
-    """On a mesh replicate x shard a reduction in float16 MUST be the mean, or the mesh refused."""
-    same_as_alone(world, subject, "narrow 2x2 reduced-half: backward 0")
 
 
 class Quantised(nn.Module):

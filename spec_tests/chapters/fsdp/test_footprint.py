@@ -7,7 +7,6 @@ is built, as sums of named terms. See Zhao et al. 2023, sections 3.2.1 and 4.1.
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import pytest
@@ -17,7 +16,6 @@ from torch.utils.checkpoint import checkpoint
 
 from spec_tests.chapters.fsdp.sharded import BOTH, FULLY_SHARD, finish, kinds_of, shard
 from spec_tests.programs.laws import footprint, refusal
-from spec_tests.programs.planted import PlantedError
 from spec_tests.rig import judge
 from spec_tests.rig.clause import clauses
 
@@ -54,32 +52,10 @@ def backward(ctx, subject, model):
     finish(ctx, subject, model)
 
 
-def interrupted(ctx, model):
-    """A backward in which the first layer raises, when later ones are being reduced."""
-
-    def fail(gradient):
-        raise PlantedError
-
-    def fail_in_backward(module, args, output):
-        output.register_hook(fail)
-
-    hook = model.layers[0].register_forward_hook(fail_in_backward)
-    with contextlib.suppress(PlantedError):
-        model(torch.ones(2, WIDTH, device=ctx.device)).sum().backward()
-    hook.remove()
-    model.zero_grad()
-
-
-def footprints(
-    ctx, subject, depth, reshard_after_forward=True, steps=2, discards=False, fails=False, **calls
-):
+def footprints(ctx, subject, depth, reshard_after_forward=True, steps=2, **calls):
     """Live bytes at each moment of life, and the peaks of forward and backward.
 
     "history" is the same over time, of every step.
-
-    Args:
-        discards: after each step all units are gathered for nothing.
-        fails: before each step a backward is interrupted.
     """
     seen: Any = {"history": []}
 
@@ -97,8 +73,6 @@ def footprints(
         see("built")
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
         for step in range(steps):
-            if fails:
-                interrupted(ctx, model)
             recorder.forget_peak()
             output = model(torch.ones(2, WIDTH, device=ctx.device))
             see("after forward", "forward")
@@ -108,9 +82,6 @@ def footprints(
             see("after backward", "backward")
             optimizer.step()
             optimizer.zero_grad()
-            for layer in model.layers if discards else ():
-                layer.unshard(async_op=True)
-                layer.reshard()
             see(f"after step {step}")
         with torch.no_grad():
             model(torch.ones(2, WIDTH, device=ctx.device))

@@ -9,7 +9,7 @@ import torch
 from spec_tests.chapters.fsdp.sharded import BOTH, FULLY_SHARD, shard
 from spec_tests.chapters.fsdp.test_footprint import UNIT, WIDTH, Tower, backward, footprints
 from spec_tests.programs.law import same_as_alone
-from spec_tests.programs.laws import footprint, refusal
+from spec_tests.programs.laws import footprint
 from spec_tests.rig import judge
 from spec_tests.rig.clause import clauses
 
@@ -25,38 +25,6 @@ def test_memory_does_not_grow_from_step_to_step(world, subject):
     ranks = world.run(footprints, subject, 2, steps=5)
 
     does_not_grow(ranks, "something is appended in every step and never taken away")
-
-
-@clause(
-    "fsdp.footprint.discarded-gathers",
-    level="production",
-    judges=FULLY_SHARD,
-    source="contract: no-growth, async-unshard; "
-    "a prefetched layer that is then skipped; FSDPModule.unshard(async_op=True), reshard",
-)
-def test_a_gather_that_is_discarded_leaves_nothing_behind(world, subject):
-    """Live bytes MUST NOT grow where a unit is gathered in every step and freed unused."""
-    ranks = world.run(footprints, subject, 2, steps=5, discards=True)
-
-    likely = "the memory of a gather that nobody used is neither freed nor used again"
-    does_not_grow(ranks, likely)
-
-
-@clause(
-    "fsdp.footprint.interrupted-backwards",
-    level="production",
-    source="contract: no-growth, after-exception; after a caught exception the next step is right",
-)
-def test_a_backward_that_is_interrupted_leaves_nothing_behind(world, subject):
-    """Live bytes MUST NOT grow where a backward is interrupted in every step, or it be an error."""
-    body, ordinary = footprints, (footprints, subject, 2)
-    ranks = refusal.answer_or_refusal(
-        world, body, subject, 2, steps=5, fails=True, ordinary=ordinary
-    )
-
-    if ranks is not None:
-        likely = "what was under way in the interrupted backward is kept, and never given back"
-        does_not_grow(ranks, likely)
 
 
 class Shortcut(Tower):

@@ -14,10 +14,10 @@ from torch import nn
 
 from spec_tests.chapters.fsdp.sharded import (
     FULLY_SHARD,
+    SEED,
     Own,
     inputs,
     judge_messages,
-    loss_of,
     numel,
     of_integers,
     shard,
@@ -28,6 +28,7 @@ from spec_tests.chapters.fsdp.sharded import (
 from spec_tests.programs.laws import traffic
 from spec_tests.rig import judge
 from spec_tests.rig.clause import clauses
+from spec_tests.rig.toys import TOYS, sum_of_squares
 
 clause = clauses(judges=FULLY_SHARD, level="production")
 
@@ -36,8 +37,9 @@ def in_one_call(ctx, subject, units):
     """What a second step sends; two layers are one unit."""
     model = sharded_toy(ctx, subject, "even", units=(units,), reshard_after_forward=True)
     for micro in (1, 0):
+        batch = TOYS["even"].batch(SEED, rank=ctx.rank, micro=micro).to(ctx.device)
         with ctx.recording() as recorder:
-            loss_of(ctx, model, "even", micro).backward()
+            sum_of_squares(model(batch)).backward()
     return recorder.log()
 
 

@@ -17,6 +17,7 @@ from torch import nn
 from spec_tests.chapters.fsdp.sharded import (
     BOTH,
     FULLY_SHARD,
+    Own,
     finish,
     full_parameters,
     sent_by,
@@ -25,7 +26,7 @@ from spec_tests.chapters.fsdp.sharded import (
     toy_of,
 )
 from spec_tests.programs.law import same_as_alone, situations
-from spec_tests.programs.laws import refusal, traffic
+from spec_tests.programs.laws import traffic
 from spec_tests.rig import judge
 from spec_tests.rig.clause import clauses
 from spec_tests.rig.judge.symptoms import Hint
@@ -136,48 +137,14 @@ def test_small_updates_are_not_rounded_away(world, subject):
     judge.tensors(ranks, right, quantity="weight after sixteen updates of 2**-12", hints=[stuck])
 
 
-class Average(nn.Module):
-    """A factor, and a buffer that follows the inputs."""
-
-    average: torch.Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.factor = nn.Parameter(torch.ones(4))
-        self.register_buffer("average", torch.zeros(4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.average.lerp_(x.detach().mean(dim=0).to(self.average.dtype), 0.1)
-        return x * self.factor
-
-
-def kept_dtypes(ctx, subject):
-    """Dtypes of parameters, gradients, optimizer state and buffers around a step."""
-    module = nn.Sequential(constant(1.0), Average())
-    model = in_half(ctx, subject, module)
-    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
-    model(torch.rand(3, 4, device=ctx.device)).sum().backward()
-    named: dict[str, Any] = dict(module.named_parameters())
-    found = {f"gradient of {n}": p.grad.dtype for n, p in named.items()}
-    optimizer.step()
-    found |= {n: p.dtype for n, p in module.named_parameters()}
-    found |= {f"buffer {n}": b.dtype for n, b in module.named_buffers() if b.is_floating_point()}
-    for number, state in enumerate(optimizer.state.values()):
-        found[f"moment of parameter {number}"] = state["exp_avg"].dtype
-    return {name: str(dtype) for name, dtype in found.items()}
-
-
 @clause(
     "fsdp.precision.shards-keep-their-dtype",
     source=f"contract: others-keep-dtype, own-dtype; {POLICY}; pytorch issue 146114 on buffers",
 )
-def test_what_an_optimizer_sees_keeps_its_dtype(world, subject):
+@situations({"shards": "narrow brain: backward 0", "buffers": "even counting wide: backward 0"})
+def test_what_an_optimizer_sees_keeps_its_dtype(world, subject, situation):
     """Shards, their gradients, optimizer state and buffers MUST keep the original dtype."""
-    ranks = world.run(kept_dtypes, subject)
-
-    for rank, found in enumerate(ranks):
-        wrong = {name: dtype for name, dtype in found.items() if dtype != "torch.float32"}
-        judge.holds(not wrong, f"rank {rank}: expected torch.float32, got {wrong}")
+    same_as_alone(world, subject, situation, looks=("form",), values=False)
 
 
 def fine_weights(ctx, subject, moment):
@@ -366,15 +333,14 @@ class UsedTwice(nn.Module):
         return self.layer(self.layer(self.embed(tokens)))
 
 
-def reused_in_half(ctx, subject):
-    """Weights after a step of SGD with rate one, on two tokens."""
-    model = in_half(ctx, subject, UsedTwice(), units=("embed", "layer"))
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    tokens = torch.zeros(2, dtype=torch.long, device=ctx.device)
-    model(tokens).sum().backward()
-    finish(ctx, subject, model)
-    optimizer.step()
-    return full_parameters(ctx, model, ("embed.weight", "layer.weight"))
+def used_once():
+    """One that calls each layer once."""
+    return nn.Sequential(embedding(), constant(1.0))
+
+
+def tokens(rank):
+    """Two tokens, the same on all ranks."""
+    return torch.zeros(2, dtype=torch.long)
 
 
 @of_both(
@@ -386,23 +352,6 @@ def test_a_layer_used_twice_in_half_precision_gets_both_shares(world, subject):
 
     Each call may make its own cast copy, and the gradient of each must reach the shard.
     """
-    ranks = refusal.answer_or_refusal(
-        world, reused_in_half, subject, ordinary=(output_in_half, subject)
-    )
-    if ranks is None:
-        return
-    tokens = 2.0
-    embed = torch.ones(4, 4)
-    embed[0] -= 16 * tokens  # W^T W^T 1 for each token, W of 4 x 4 ones
-    one_use = 4 * tokens
-    right = {"embed.weight": embed, "layer.weight": torch.full((4, 4), 1 - 2 * one_use)}
-    lost = Hint(
-        "one of the two uses is lost",
-        {"embed.weight": embed, "layer.weight": torch.full((4, 4), 1 - one_use)},
-    )
-    judge.tensors(
-        [{name: value.float() for name, value in rank.items()} for rank in ranks],
-        right,
-        quantity="weight after one step",
-        hints=[lost],
-    )
+    own, usual = (Own(build, batch=tokens) for build in (UsedTwice, used_once))
+    policy = {"param_dtype": HALF}
+    steps_as_alone(world, subject, own, usual=usual, shown=("weights",), policy=policy)

@@ -66,23 +66,6 @@ def test_a_step_after_an_interrupted_forward_is_seen(world, subject, situation):
     same_as_alone(world, subject, situation)
 
 
-AGAIN = "record 1, zero_grad none, write parameters, record 9"
-
-
-@clause(
-    "fsdp.lifecycle.fresh-after-interrupted-backward",
-    source="contract: fresh-weights, after-exception",
-    worlds=(2,),
-)
-@situations({"held": f"even held: fails_backward 0 middle, {AGAIN}"})
-def test_a_change_after_an_interrupted_backward_is_seen(world, subject, situation):
-    """After an exception in backward, and a forward, a forward MUST see weights that changed.
-
-    A unit that counts as being in its backward for ever is never looked at again.
-    """
-    same_as_alone(world, subject, situation)
-
-
 @clause(
     "fsdp.programs.pairs-of-settings",
     needs=("MixedPrecisionPolicy",),

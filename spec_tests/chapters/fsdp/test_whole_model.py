@@ -7,29 +7,24 @@ weight, a norm, a gradient that was there before.
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
 
 from spec_tests.chapters.fsdp.sharded import (
-    WHOLE,
     Own,
     finish,
-    kind_of,
     numel,
     of_integers,
     second_step,
+    steps_as_alone,
     toy_of,
 )
 from spec_tests.chapters.fsdp.test_precision import HALF, constant, embedding
 from spec_tests.programs.law import same_as_alone, situations
-from spec_tests.programs.laws import equivalence, footprint, refusal, traffic
+from spec_tests.programs.laws import footprint, refusal, traffic
 from spec_tests.rig import judge
 from spec_tests.rig.clause import clauses
-from spec_tests.rig.judge.symptoms import Hint
-from spec_tests.rig.toys import sum_of_squares
 
 clause = clauses(judges=("fsdp",), level="correct", worlds=(2, 4))
 ROWS = 480
@@ -90,40 +85,14 @@ RESTS = {
 """Models, by the name of a parameter of no layer."""
 
 
-def rest_of(ctx, subject, name):
-    """Kind, gradient and value of a parameter of no layer."""
-    own = RESTS[name]
-    module = own.build().to(ctx.device)
-    shape = module.get_parameter(name).shape
-    model = ctx.impl.fsdp(module)
-    named = dict(model.named_parameters())
-    found = [p for n, p in named.items() if f".{n}".endswith(f".{name}")]
-    if len(found) != 1:
-        return f"none of that name, only {[*named]}", {}, {}
-    (ctx.world_size * sum_of_squares(model(own.batch(ctx.rank).to(ctx.device)))).backward()
-    ctx.impl.finish_gradient_synchronization(model)
-    kind = kind_of(found[0], shape)
-    if kind != WHOLE:
-        return kind, {}, {}
-    return kind, {name: found[0].grad}, {name: found[0].detach().clone()}
-
-
-def judge_rest(ranks, name):
-    """It must be plain and whole, with the value as built and the mean gradient."""
+def judge_rest(world, subject, name):
+    """It must be plain and whole, and a step must use its mean gradient."""
     __tracebackhide__ = True
-    kinds, gradients, values = zip(*ranks, strict=True)
-    judge.equal(kinds, WHOLE, quantity=f"kind of {name!r}, which belongs to no layer,")
-    own, shares = RESTS[name], []
-    for rank in range(len(ranks)):
-        plain: Any = own.build()
-        sum_of_squares(plain(own.batch(rank))).backward()
-        shares.append({name: plain.get_parameter(name).grad})
-    built = {name: own.build().get_parameter(name).detach()}
-    judge.tensors(values, built, quantity="parameter as built")
-    mean = {name: sum(share[name] for share in shares)}
-    local = [equivalence.scaled(share, len(ranks)) for share in shares]
-    hint = Hint("the rank's own local gradient: it was never reduced", local)
-    judge.tensors(gradients, mean, quantity="mean gradient", hints=[hint])
+    ranks = steps_as_alone(world, subject, RESTS[name], shown=("weights",))
+    is_whole = [name in rank["whole"] for rank in ranks]
+    judge.equal(
+        is_whole, True, quantity=f"{name!r}, which belongs to no layer, is plain and whole:"
+    )
 
 
 @clause(
@@ -138,7 +107,7 @@ def test_what_is_no_layer_stays_whole_and_gets_the_mean_gradient(world, subject)
 
     Sharding a norm costs more than it saves, and a loop that reads its gradient meets a DTensor.
     """
-    judge_rest(world.run(rest_of, subject, "gain"), "gain")
+    judge_rest(world, subject, "gain")
 
 
 @clause(
@@ -148,7 +117,7 @@ def test_what_is_no_layer_stays_whole_and_gets_the_mean_gradient(world, subject)
 )
 def test_what_is_no_layer_gets_the_mean_gradient_at_any_depth(world, subject):
     """A parameter of no layer MUST get the mean gradient however deep its module sits."""
-    judge_rest(world.run(rest_of, subject, "1.0.gain"), "1.0.gain")
+    judge_rest(world, subject, "1.0.gain")
 
 
 @clause(
@@ -159,7 +128,7 @@ def test_what_is_no_layer_gets_the_mean_gradient_at_any_depth(world, subject):
 )
 def test_a_class_that_is_only_named_like_a_layer_is_none(world, subject):
     """A parameter of a class whose name ends in Embedding MUST stay plain, whole and averaged."""
-    judge_rest(world.run(rest_of, subject, "2.table"), "2.table")
+    judge_rest(world, subject, "2.table")
 
 
 @clause(

@@ -70,7 +70,7 @@ FSDP.benign(
     also=(
         *("fsdp.traffic.any-world-size", "fsdp.traffic.copies-per-*", "fsdp.traffic.frozen-*"),
         *("fsdp.traffic.i*", "fsdp.traffic.one-gather-per-unit", "fsdp.traffic.*recursive"),
-        *("fsdp.traffic.s*", "fsdp.traffic.u*", "fsdp.traffic.wait-after-reshard"),
+        *("fsdp.traffic.s*", "fsdp.traffic.wait-after-reshard"),
         *("fsdp.order.gathers-*", "fsdp.order.reduces-*", "fsdp.order.hints-*"),
         *("fsdp.precision.sends-in-its-dtype", "fsdp.footprint.any-world-size"),
     ),
@@ -253,16 +253,6 @@ SHARD.near_miss(
     does="Removes its optimizer hook when its model is collected.",
     seen="Ours, once: `weakref.finalize(model, handle.remove)`.",
     unseen="The collector hardly ever comes in the middle of a step.",
-)
-
-FSDP.near_miss(
-    "fsdp.frees-after-recomputation",
-    "fsdp.traffic.recomputation",
-    "- if self.reshards_after_forward() and not self.in_backward:",
-    "+ if self.reshards_after_forward() or self.in_backward:",
-    does="Frees a unit's weights once more after its recomputation, and gathers them a third time.",
-    seen="FSDP1 where checkpoint() surrounds the unit: ten gathers where seven would do.",
-    unseen="The numbers are right.",
 )
 
 SHARD.near_miss(

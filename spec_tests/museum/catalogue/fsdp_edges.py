@@ -16,17 +16,6 @@ MODULE = Source("solution.parallel.fsdp.module")
 API = Source("solution.parallel.fsdp.api")
 UNIT = Source("solution.parallel.fsdp.unit")
 
-FSDP.near_miss(
-    "fsdp.one-dtype-for-all",
-    "fsdp.programs.any-situation",
-    "  def reduce(self, pieces: list[Piece]) -> None:",
-    "+     for piece in pieces:",
-    "+         piece.pending = piece.pending.to(pieces[0].pending.dtype)",
-    does="Reduces a unit in the dtype of its first parameter.",
-    seen="One flat buffer, `torch.empty(..., dtype=gradients[0].dtype)`.",
-    unseen="A unit mostly has one dtype.",
-)
-
 SHARD.near_miss(
     "fsdp.trains-what-was-frozen-later",
     "fsdp.backward.frozen-for-a-step",
@@ -182,7 +171,7 @@ API.near_miss(
 
 UNIT.near_miss(
     "fsdp.keeps-discarded-gathers",
-    "fsdp.footprint.discarded-gathers",
+    "fsdp.programs.any-production-situation",
     "      handle.wait()",
     "-     self.buffers.give_back(message)",
     "  self._in_flight.clear()",

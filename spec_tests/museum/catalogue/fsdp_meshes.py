@@ -6,7 +6,6 @@ FSDP = Source("spec_tests.plain.fsdp")
 UNIT = Source("solution.parallel.fsdp.unit")
 MODULE = Source("solution.parallel.fsdp.module")
 PARAM = Source("solution.parallel.fsdp.param")
-API = Source("solution.parallel.fsdp.api")
 SCHEDULE = Source("solution.parallel.fsdp.schedule")
 OPTIONS = Source("solution.parallel.fsdp.options")
 AGREEMENT = Source("solution.parallel.agreement")
@@ -64,27 +63,6 @@ MODULE.near_miss(
     does="A handle's wait gathers a unit that is sharded by then, so that it is unsharded.",
     seen="A wait that should be safe to call at any time.",
     unseen="Nobody waits for a freed unit, except a loop with an early exit.",
-)
-
-UNIT.near_miss(
-    "fsdp.holds-back-for-no-replica",
-    "fsdp.programs.any-production-situation",
-    "- return not self.all_reduces and self.mesh.replica_group is not None",
-    "+ return not self.all_reduces",
-    does="Keeps reduced gradients back for an all-reduce that the mesh has no replicas for.",
-    seen="One flag for two kinds of mesh.",
-    unseen="Loops switch the all-reduce off on meshes of two dimensions.",
-)
-
-API.near_miss(
-    "fsdp.reduces-in-training-mode",
-    "fsdp.programs.any-situation",
-    "+ if self.training:",
-    "- self._reducer.finish()",
-    "+     self._reducer.finish()",
-    does="Reduces replicated gradients only where the module is in training mode.",
-    seen='`self.training` read as "gradients are wanted".',
-    unseen="Loops call `train()`. Fine-tuning without dropout does not, and ranks drift apart.",
 )
 
 SCHEDULE.near_miss(

@@ -67,19 +67,9 @@ FSDP.near_miss(
     unseen="With rows on every rank all do the same.",
 )
 
-SHARD.near_miss(
-    "fsdp.waits-after-update",
-    "fsdp.traffic.update-is-silent",
-    "+ dist.barrier()",
-    "  for unit in list(ALIVE):",
-    does="Lets all ranks meet after each update.",
-    seen="A barrier that once cured a race.",
-    unseen="The numbers are right.",
-)
-
 FSDP.near_miss(
     "fsdp.gathers-anew",
-    "fsdp.traffic.unsharded-once",
+    "fsdp.programs.any-production-situation",
     "- return bool(self.gathered == self.version())",
     "+ return False",
     does="Gathers units that are unsharded already.",

@@ -232,16 +232,6 @@ SCHEDULE.near_miss(
 )
 
 SCHEDULE.near_miss(
-    "fsdp.forgets-what-flew",
-    "fsdp.footprint.interrupted-backwards",
-    "- reduction.drop()",
-    "+ pass",
-    does="After an interrupted backward forgets its reductions, without giving back their memory.",
-    seen="a list of messages in flight, which is cleared where it should be waited for",
-    unseen="A run that meets one exception loses one buffer.",
-)
-
-SCHEDULE.near_miss(
     "fsdp.leaves-the-next-on-its-way",
     "fsdp.footprint.shorter-evaluation",
     "          self._leave(unit, has_backward=torch.is_grad_enabled())",

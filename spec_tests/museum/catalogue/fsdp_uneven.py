@@ -113,33 +113,3 @@ UNIT.near_miss(
     seen="`unit.parameters[0]`",
     unseen="One optimizer holds all parameters of a unit, unless weights and biases are apart.",
 )
-
-UNIT.near_miss(
-    "fsdp.half-mean-of-shards",
-    "fsdp.precision.float16-over-replicas",
-    "- return power, 1.0, (factor or first * second) / power",
-    "+ return power, 1.0, (factor or first) / power",
-    does="Divides by the ranks that shard, where a sum of float16 is divided early.",
-    seen="a second formula for one dtype, tried on one mesh",
-    unseen="Without replicas it is the mean, and in float32 too.",
-)
-
-UNIT.near_miss(
-    "fsdp.any-step-counts",
-    "fsdp.programs.any-situation",
-    "- unit.num_updates += any(id(p.sharded) in stepped for p in unit.parameters)",
-    "+ unit.num_updates += bool(stepped)",
-    does="Takes the step of any optimizer for an update of every unit.",
-    seen="it is safe to gather once more",
-    unseen="All ranks train the same models, until one trains another, and gathers alone.",
-    outcomes=("hang", "died"),
-)
-
-SCHEDULE.near_miss(
-    "fsdp.in-backward-for-ever",
-    "fsdp.lifecycle.fresh-after-interrupted-backward",
-    "- unit.is_in_backward = False",
-    does="After a backward that raised takes the units that it was in for being in it still.",
-    seen="a flag that goes down in post-backward, and nowhere else",
-    unseen="What follows is gathered anew; what that keeps is not looked at again.",
-)

@@ -37,16 +37,6 @@ FSDP.near_miss(
 )
 
 FSDP.near_miss(
-    "fsdp.packs-in-reverse",
-    "fsdp.backward.any-granularity",
-    "- shards = self.cut_flat(same, self.mean(self.flatten(same)))",
-    "+ shards = self.cut_flat(same, self.mean(self.flatten(same[::-1])))",
-    does="Packs gradients in another order than it cuts them.",
-    seen="Gradients arrive in reverse order of use.",
-    unseen="Units of one parameter are right.",
-)
-
-FSDP.near_miss(
     "fsdp.zeros-for-frozen",
     "fsdp.backward.frozen-subset",
     "  unit.in_backward = False",
@@ -146,10 +136,7 @@ FSDP.near_miss(
 
 FSDP.near_miss(
     "fsdp.frees-recomputed",
-    (
-        "fsdp.backward.activation-checkpointing",
-        "fsdp.backward.activation-checkpointing-in-a-whole-model",
-    ),
+    "fsdp.backward.activation-checkpointing",
     "+ if self.in_backward:",
     "+     for piece in self.pieces:",
     "+         piece.full.data.zero_()",
@@ -227,16 +214,6 @@ FSDP.near_miss(
     does="Lets a compiler trace its hooks.",
     seen="Hooks that were written before there was a compiler.",
     unseen="With graph breaks it is right, only slow.",
-)
-
-UNIT.near_miss(
-    "fsdp.stale-in-part",
-    "fsdp.lifecycle.fresh-after-evaluation-in-part",
-    "- if self.state is not UnitState.SHARDED:",
-    "+ if self.state in (UnitState.GATHERING, UnitState.UNSHARDED):",
-    does="Compares versions of whole unsharded weights, not of the part that an int keeps.",
-    seen='a test for the state "unsharded" that is older than the state "in part"',
-    unseen="After a backward nothing is kept; it takes an evaluation just before the step.",
 )
 
 UNIT.near_miss(

@@ -35,7 +35,7 @@ FSDP.near_miss(
 
 FSDP.near_miss(
     "fsdp.reduces-used-only",
-    "fsdp.accumulation.unused-in-last",
+    "fsdp.programs.any-situation",
     "  if not unit.in_backward:",
     "      unit.forget_what_was_cleared()",
     "+     for piece in unit.pieces:",
@@ -43,17 +43,6 @@ FSDP.near_miss(
     does="Forgets pending gradients of units that the last micro-batch does not use.",
     seen="pytorch issue 69031.",
     unseen="Most models use all of their layers, always.",
-)
-
-FSDP.near_miss(
-    "fsdp.evaluation-drops-window",
-    "fsdp.accumulation.evaluation-in-between",
-    "  if not torch.is_grad_enabled():",
-    "+     for piece in self.pieces:",
-    "+         piece.pending = None",
-    does="Begins a window anew with every forward without gradients.",
-    seen="State that is reset in forward, evaluation or not.",
-    unseen="Evaluation comes between steps, mostly.",
 )
 
 
@@ -76,10 +65,7 @@ FSDP.near_miss(
 
 FSDP.near_miss(
     "fsdp.stale-ahead",
-    (
-        "fsdp.lifecycle.fresh-after-evaluation-of-a-whole-model",
-        "fsdp.lifecycle.fresh-after-layers-left-out",
-    ),
+    "fsdp.lifecycle.fresh-after-layers-left-out",
     "- if self.flying is not None and self.flying[0] != self.version():",
     "-     self.discard_gather()",
     "+ if self.flying is not None:",

@@ -144,7 +144,7 @@ FSDP.near_miss(
 
 SHARD.near_miss(
     "fsdp.prefetches-when-recomputing",
-    "fsdp.backward.activation-checkpointing-in-a-whole-model",
+    "fsdp.programs.any-situation",
     "  args, kwargs = super().pre_forward(module, args, kwargs)",
     "+ if self.run.is_callback_queued:",
     "+     place = self.run.units.index(self) + 1",
