@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +20,7 @@ from spec_tests.programs.pieces import Piece, put_together
 from spec_tests.programs.scene import AXES_OF, Scene
 from spec_tests.rig import strategies
 from spec_tests.rig.judge import Situation, Violation, judging, violated
+from spec_tests.rig.ledger import load_all
 from spec_tests.rig.toys import TOYS, sum_of_squares
 
 LINE = "stack nested held two: backward 0, accumulate 1, backward 2, step, evaluate 9"
@@ -173,6 +175,17 @@ def test_what_was_drawn_is_told_as_its_smallest_situation_and_in_words(is_read, 
         pytest.raises(Violation, match=words),
     ):
         draw._judge(world, "ddp", [line])
+
+
+def test_each_seed_has_a_clause_that_tries_it_on_as_many_ranks():
+    worlds = {
+        (function, clause.level): clause.worlds
+        for clause in load_all()
+        if re.search(r"\.programs\.any(-production)?-situation$", clause.id)
+        for function in clause.judges
+    }
+    untried = [s for s in seeds.load() if s.size not in worlds.get((s.judges, s.level), ())]
+    assert not untried
 
 
 def test_a_seed_that_is_appended_is_read_again_if_it_is_legal(tmp_path):
