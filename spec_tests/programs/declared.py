@@ -54,8 +54,10 @@ def load(file: Path) -> tuple[Declared, ...]:
     document = tomllib.loads(file.read_text(encoding="utf-8"))
     found = [_parsed(entry, file) for entry in document.get("situation", [])]
     base = document.get("inherits")
+    if base not in (None, "torch"):
+        raise ValueError(f'{file}: expected `inherits` to be "torch", got {base!r}')
     if base is not None:
-        found += load(ADAPTERS / "torch.toml" if base == "torch" else file.parent / base)
+        found += load(ADAPTERS / "torch.toml")
     return tuple(found)
 
 

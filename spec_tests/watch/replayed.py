@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _LI = "Li et al. 2020, section 3.2"
+_OWN = "got this rank's own gradient: it was not reduced"
 _SLACK = 64  # unit roundoffs
 _VISIBLE = 0.01  # share of a norm that is told where no cause is known
 _CLOSE = 1e-3
@@ -50,6 +51,14 @@ def replayed_gradients(step: Step) -> Iterator[Finding]:
             f"({found.words}): right if they are clipped by hand, or if the loss is scaled so"
         )
         return
+    is_part_wrapped = any(entry["kind"] == "ddp" for entry in step.layout(found.rank))
+    if found.words == _OWN and is_part_wrapped and step.optimizer in step.run.unequal_starts:
+        # Parameters that began unequal and are not reduced, in an optimizer where others are.
+        text = "expected the weights of the other ranks before the first step and reduced "
+        text += f"gradients, got others and its own ({found.others + 1} tensors)"
+        likely = "its model is not wrapped, while that of other parameters of the optimizer is"
+        said = step.finding(found.rank, text, found.name, likely=likely)
+        yield replace(said, norm="watch.replicas.begin-equal")
     others = f" ({found.others + 1} tensors)" if found.others else ""
     likely = "a loss that uses parameters directly, or gradients that are changed by hand after "
     likely += "the backward: then this is right"
@@ -293,7 +302,7 @@ def _why(wrong: Sequence[Compared], size: int, coefficient: float) -> str:
         )
 
     if size > 1 and fits([t.own for t in wrong]):
-        return "got this rank's own gradient: it was not reduced"
+        return _OWN
     if fits([None if t.last is None else t.last * coefficient for t in wrong]):
         return "got that of the last micro-batch alone: the others were cleared before the step"
     # What is left of the step before is what that step was given, clipped where it clips.

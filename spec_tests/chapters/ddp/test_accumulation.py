@@ -117,6 +117,22 @@ def test_an_inner_window_does_not_end_the_outer_one(world, subject):
 
 
 @clause(
+    "ddp.accumulation.zero-grad-discards",
+    source="contract: since-zero-grad; LongCat-Image issue 46",
+    worlds=(3,),
+)
+@situations(
+    {
+        f"to-{how}": f"mlp: backward 5, zero_grad {how}, accumulate 0, zero_grad {how}, backward 1"
+        for how in ("none", "zero")
+    }
+)
+def test_zero_grad_inside_a_window_discards_what_was_pending(world, subject, situation):
+    """`zero_grad` after a window MUST discard pending gradients: no hidden accumulator."""
+    same_as_alone(world, subject, situation)
+
+
+@clause(
     "ddp.accumulation.evaluation-in-between", source="contract: evaluation; " + NO_SYNC, worlds=(2,)
 )
 def test_an_evaluation_forward_disturbs_nothing(world, subject):

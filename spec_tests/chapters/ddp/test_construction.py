@@ -89,11 +89,20 @@ def test_every_rank_starts_from_the_first_ranks_buffers(world, subject, toy):
     )
 
 
+def trained(ctx, subject, toy):
+    """Whether each parameter requires gradients after wrapping."""
+    module = TOYS[toy].build(SEED).to(ctx.device)
+    wrap(ctx, subject, module)
+    return {name: p.requires_grad for name, p in module.named_parameters()}
+
+
 @clause("ddp.construction.keeps-requires-grad", source="contract: requires-grad; " + PAPER)
 def test_wrapping_does_not_freeze_or_thaw(world, subject):
     """Wrapping MUST leave requires_grad of every parameter as it was."""
-    situation = "mlp not-the-ends: backward 0"
-    same_as_alone(world, subject, situation, looks=("form",), values=False)
+    ranks = world.run(trained, subject, "frozen")
+
+    expected = {name: not name.startswith("frozen.") for name in oracle.parameters("frozen", SEED)}
+    judge.equal(ranks, expected, quantity="requires_grad")
 
 
 @clause(

@@ -59,6 +59,15 @@ def test_a_tied_parameter_is_reduced_once_with_its_whole_gradient(world, subject
 
 
 @clause(
+    "ddp.gradients.reused-module",
+    source="contract: mean-gradient; torch reducer: hooks on AccumulateGrad, not on uses",
+)
+def test_a_module_applied_twice_is_reduced_with_its_whole_gradient(world, subject):
+    """A module applied twice in one forward MUST hold the mean of its complete gradient."""
+    same_as_alone(world, subject, "reused: backward 0")
+
+
+@clause(
     "ddp.gradients.frozen-stay-none",
     level="course",
     source="contract: frozen-none; "

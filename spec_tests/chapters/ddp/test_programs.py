@@ -18,11 +18,12 @@ from spec_tests.rig.clause import clauses
 
 clause = clauses(judges=REPLICAS, level="correct", worlds=(2, 3))
 SITUATIONS = (
-    "contract: mean-gradient, since-zero-grad, local-sums; Cohen et al. 1997, The AETG system"
+    "contract: mean-gradient, since-zero-grad, no_sync/local-sums; "
+    "Cohen et al. 1997, The AETG system"
 )
 
 
-@clause("ddp.programs.any-situation", needs=("no_sync",), source=SITUATIONS)
+@clause("ddp.programs.any-situation", source=SITUATIONS)
 @pytest.mark.parametrize("part", range(draw.PARTS))
 def test_any_situation_does_what_one_process_does(world, subject, part):
     """In any scene any legal program MUST do on replicas what it does in one process.
@@ -35,7 +36,6 @@ def test_any_situation_does_what_one_process_does(world, subject, part):
 
 @clause(
     "ddp.programs.any-production-situation",
-    needs=("no_sync",),
     level="production",
     source=SITUATIONS,
     worlds=(2,),

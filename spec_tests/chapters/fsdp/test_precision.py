@@ -143,7 +143,7 @@ def test_small_updates_are_not_rounded_away(world, subject):
 )
 @situations({"shards": "narrow brain: backward 0", "buffers": "even counting wide: backward 0"})
 def test_what_an_optimizer_sees_keeps_its_dtype(world, subject, situation):
-    """Shards, their gradients, optimizer state and buffers MUST keep the original dtype."""
+    """Shards, their gradients and buffers MUST keep the original dtype."""
     same_as_alone(world, subject, situation, looks=("form",), values=False)
 
 

@@ -26,7 +26,7 @@ TWO_STEPS_OF_PAIRS = (
 SITUATIONS = "contract: mean-gradient, fresh-weights; Cohen et al. 1997, The AETG system"
 
 
-@clause("fsdp.programs.any-situation", judges=BOTH, source=SITUATIONS, worlds=(2, 3))
+@clause("fsdp.programs.any-situation", judges=BOTH, source=SITUATIONS, worlds=(2, 3, 4))
 @pytest.mark.parametrize("part", range(draw.PARTS))
 def test_any_situation_does_what_one_process_does(world, subject, part):
     """In any scene any legal program MUST do on shards what it does in one process.
@@ -39,6 +39,7 @@ def test_any_situation_does_what_one_process_does(world, subject, part):
 
 @clause(
     "fsdp.programs.any-production-situation",
+    judges=BOTH,
     level="production",
     source=SITUATIONS,
     worlds=(2, 4),

@@ -112,8 +112,13 @@ def test_a_window_sends_as_often_as_its_settings_say(world, subject, window):
 )
 def test_frozen_parameters_are_gathered_and_not_reduced(world, subject):
     """Frozen parameters MUST be gathered with the others, and MUST NOT be reduced."""
-    situation = "even root not-the-ends: backward 0"
-    same_as_alone(world, subject, situation, looks=("sent",), values=False)
+    logs = world.run(sent_by, subject, "even root not-the-ends", "backward 0")
+
+    *_, last = TOYS["even"].build(0).named_parameters()
+    whole = numel("even")
+    trained = whole - numel("even", "gain", last[0])
+    given = f"even root, gain and {last[0]} frozen"
+    judge_sent(logs, whole, trained, given, "zeros are sent for frozen parameters")
 
 
 @clause(

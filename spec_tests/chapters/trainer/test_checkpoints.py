@@ -74,6 +74,17 @@ def test_saving_changes_nothing(world, subject):
     same_as_alone(world, subject, "mlp adamw of-two: train 1, save, train 2, save, train 3")
 
 
+@clause(
+    "trainer.checkpoint.evaluates-what-was-loaded",
+    source="contract: Trainer.load/replaces; "
+    "Megatron-Bridge issue 3397: loaded weights were active only after a step",
+)
+def test_what_was_loaded_is_what_is_evaluated(world, subject):
+    """The first evaluation after `load` MUST use the loaded weights."""
+    line = "mlp momentum: train 1, train 2, save, train 3, evaluate 50, load copied, evaluate 50"
+    same_as_alone(world, subject, line)
+
+
 def at_another_size(ctx, folder, subject, saved, loaded):
     """Weights after a load by groups of other sizes than the one that saved, and two steps."""
     first = OnRank(ctx, subject, saved, folder)

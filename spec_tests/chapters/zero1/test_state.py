@@ -240,6 +240,21 @@ def test_a_loaded_state_is_divided_as_well(world):
     divided(world.run(bytes_of_state, True), "after load_state_dict")
 
 
+def round_trip(ctx, scene):
+    """Weights of a run that goes on in a new optimizer from the full state of the first."""
+    first, second = (Divided(ctx, Scene.of(scene)) for _ in range(2))
+    before = first.follow(parsed(BEGUN))
+    second.saved = first.saved
+    return before + second.follow(parsed(GO_ON))
+
+
+@clause("zero1.state.round-trip", needs=BOTH, source="contract: load, unsharded; " + PORTABLE)
+def test_its_own_full_state_loads(world):
+    """A run that goes on from its own full state MUST give the weights of an uninterrupted one."""
+    scene = f"{TOY} adamw"
+    judge_updates(world.run(round_trip, scene), f"{scene}: {BEGUN}, {GO_ON}")
+
+
 def own_state_dict(ctx, scene):
     """`state_dict()` without any consolidation: tensors by name, or the error."""
     stepped = Divided(ctx, Scene.of(scene))

@@ -105,6 +105,7 @@ DDP.near_miss(
 DDP.near_miss(
     "ddp.hidden-accumulator",
     (
+        "ddp.accumulation.zero-grad-discards",
         "ddp.programs.any-situation",
         "ddp.programs.any-production-situation",
         "ddp.accumulation.one-finish",

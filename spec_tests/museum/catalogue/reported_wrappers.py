@@ -207,7 +207,9 @@ DDP.near_miss(
 )
 
 
-@near_miss("ddp.loses-a-use", rejected_by="ddp.gradients.tied-parameter")
+@near_miss(
+    "ddp.loses-a-use", rejected_by=("ddp.gradients.reused-module", "ddp.gradients.tied-parameter")
+)
 class LosesAUse(PlainDdp):
     """Leaves the gradient of one call out, of a module that is called several times.
 

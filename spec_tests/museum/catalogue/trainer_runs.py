@@ -136,7 +136,7 @@ TRAINER.near_miss(
 
 TRAINER.near_miss(
     "trainer.loads-beside-its-copy",
-    "trainer.programs.any-situation",
+    "trainer.checkpoint.evaluates-what-was-loaded",
     *EVALUATES_A_COPY,
     "...",
     "  self.optimizer.step()",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -85,6 +86,32 @@ ZERO1.near_miss(
     seen="torch.optim's own `load_state_dict`, inherited.",
     unseen="Weights are right; memory grows after a restart only.",
 )
+
+
+@near_miss(
+    "zero1.loads-by-own-numbers",
+    rejected_by=("zero1.state.resumes-at-any-size", "zero1.state.round-trip"),
+)
+class LoadsByOwnNumbers(PlainZero1):
+    """Takes the first entries of a loaded state for its own.
+
+    From: The inner optimizer numbers its own parameters from zero.
+    Unseen: At the world size of the save, with its own save, it fits.
+    """
+
+    def load_state_dict(self, state_dict):
+        every = [p for group in self.param_groups for p in group["params"]]
+        own = [number for number, p in enumerate(every) if self.owned(p)]
+        entries = list(state_dict["state"].values())
+        state = {n: copy.deepcopy(e) for n, e in zip(own, entries, strict=False)}
+        for number, entry in state.items():
+            for key, value in entry.items():
+                if value.dim():
+                    fitting = torch.zeros(every[number].numel(), dtype=value.dtype)
+                    count = min(fitting.numel(), value.numel())
+                    fitting[:count] = value.reshape(-1)[:count]
+                    entry[key] = fitting.view(every[number].shape)
+        super().load_state_dict({**state_dict, "state": state})
 
 
 ZERO1.near_miss(

@@ -280,9 +280,10 @@ def _serve(
     impl: Implementation | None,
     output: int,
 ) -> None:
-    joined = -1
+    joined, modules = -1, len(sys.modules)
     clean = hygiene.snapshot()
     while True:
+        modules = thrift.freeze_imports(modules)
         task: Task = wire.loads(tasks.recv_bytes())
         os.ftruncate(output, 0)
         if task.group != joined:

@@ -172,8 +172,16 @@ class World:
         return f"{self.size} ranks of {self.target} on {self.transport}"
 
     def scheduled(self, schedule: Schedule) -> World:
-        """The same simulated world under another schedule; live ranks take no orders."""
-        return replace(self, schedule=schedule) if self.transport == "sim" else self
+        """The same simulated world under another schedule; a replay on live ranks takes none.
+
+        Raises:
+            ValueError: live ranks take no orders.
+        """
+        if self.transport == "sim":
+            return replace(self, schedule=schedule)
+        if not self.is_replay:
+            raise ValueError(f"a schedule is an input of transport sim only, not {self.transport}")
+        return self
 
     @property
     def live(self) -> World:

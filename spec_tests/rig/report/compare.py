@@ -22,6 +22,7 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from spec_tests.rig.outcomes import Cell, Event, Outcome, cells, header, is_complete, level_of
 from spec_tests.rig.report.eventlog import read_log
@@ -152,6 +153,12 @@ def _name(events: Sequence[Event]) -> str:
     return f"{', '.join(implementations(events))} ({started})"
 
 
+def _log_of(path: str) -> list[Event]:
+    if not Path(path).is_dir() and not path.endswith(".jsonl"):
+        raise ValueError(f"expected a folder that --report wrote, or its events.jsonl, got {path}")
+    return read_log(path)
+
+
 def main(arguments: Sequence[str]) -> int:
     """The command; returns the exit status."""
     parser = argparse.ArgumentParser(
@@ -161,7 +168,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("after", help="the same of a later run")
     flags = parser.parse_args(arguments)
     try:
-        before, after = read_log(flags.before), read_log(flags.after)
+        before, after = _log_of(flags.before), _log_of(flags.after)
         changes = compare(before, after)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)  # noqa: T201 - the command's product

@@ -206,7 +206,8 @@ def render_gradescope(events: Sequence[Event]) -> str:
 
     With `--points` one test per item. Without, one per MUST clause of the level, a point each.
     """
-    name = [*implementations(events), ""][0]
+    names = implementations(events)
+    name = names[0] if names else ""
     each = [
         {"name": cell.clause, "points": 1, "clauses": [cell.clause], "by_hand": ""}
         for cell in cells(events, name)
@@ -234,7 +235,7 @@ def render_gradescope(events: Sequence[Event]) -> str:
 def _one_per_item(
     events: Sequence[Event], name: str, found: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
-    own = {cell.clause: cell for cell in cells(events, name)}
+    own, ended = {cell.clause: cell for cell in cells(events, name)}, is_complete(events)
     tests: list[dict[str, Any]] = []
     for number, item in enumerate(found["items"], start=1):
         test = {"number": str(number), "name": item["name"], "visibility": "visible"}
@@ -250,8 +251,8 @@ def _one_per_item(
             test |= {
                 "score": item["points"],
                 "max_score": item["of"],
-                "status": "failed" if item["missing"] else "passed",
-                "output": said or "every clause of this item passes",
+                "status": "failed" if item["missing"] or not ended else "passed",
+                "output": said or ("every clause of this item passes" if ended else INCOMPLETE),
             }
         tests.append(test)
     return tests

@@ -126,6 +126,11 @@ def _stand_in_for_gloo(now: Callable[[], Collectives]) -> None:
     original = c10d._new_process_group_helper
 
     def make_group(*args: Any, **kwargs: Any) -> Any:
+        if str(args[3] if len(args) > 3 else kwargs["backend"]) == "fake":
+            raise NotSimulated(
+                "a group of backend fake was made: a simulated rank has groups that send; judge it "
+                "with --transport gloo"
+            )
         making.append(1)
         try:
             group, store = original(*args, **kwargs)

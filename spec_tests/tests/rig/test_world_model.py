@@ -19,9 +19,11 @@ from spec_tests.programs.faults import FAULTS
 from spec_tests.programs.pieces import Piece, put_together
 from spec_tests.programs.scene import AXES_OF, Scene
 from spec_tests.rig import strategies
-from spec_tests.rig.judge import Situation, Violation, judging, violated
+from spec_tests.rig.judge import Situation, Violation, judging, runner, violated
 from spec_tests.rig.ledger import load_all
+from spec_tests.rig.outcomes import Outcome
 from spec_tests.rig.toys import TOYS, sum_of_squares
+from spec_tests.tests.rig.helpers import clause_named
 
 LINE = "stack nested held two: backward 0, accumulate 1, backward 2, step, evaluate 9"
 
@@ -252,3 +254,18 @@ def test_explore_finds_shrinks_and_says_how_to_see_it_again(capsys):
     line = shown.partition("fully_shard on 2 ranks: ")[2].partition("\n")[0]
     assert len(law.read(line)[1]) <= 4, line
     assert f"--line '{line}'" in shown
+
+
+DDP_ALONE = """
+from spec_tests.plain.ddp import PlainDdp
+
+ddp = PlainDdp.functions()["ddp"]
+finish_gradient_synchronization = PlainDdp.functions()["finish_gradient_synchronization"]
+"""
+
+
+def test_code_that_lacks_optional_functions_is_judged_by_situations_without_them(worlds, mine):
+    clause = clause_named("ddp.programs.any-situation")
+    case = {"world": 2, "subject": "ddp", "part": 0}
+    found = runner.run_case(clause, mine(DDP_ALONE), case, worlds, transport="sim")
+    assert found.outcome is Outcome.PASSED
