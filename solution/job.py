@@ -38,7 +38,7 @@ from solution.data.loader import TokenLoader, token_loader
 from solution.data.prepare import vocabulary_of
 from solution.data.shards import find_shards, write_atomically
 from solution.measure.memory import memory_history, optimizer_tensors, peak_memory_bytes
-from solution.measure.recording import Recording, require_free
+from solution.measure.recording import Recording, ShortRunError, require_free
 from solution.measure.trace import listed
 from solution.measure.traffic import Traffic
 from solution.models import families
@@ -66,6 +66,7 @@ STATUS: dict[type[Exception], int] = {
     CheckpointError: 1,
     DataExhaustedError: 3,
     Interrupted: 4,
+    ShortRunError: BAD_INPUT,
 }
 REPORTED: tuple[type[Exception], ...] = (*STATUS, ValueError, OSError)
 Wrap = Callable[[nn.Module, TrainConfig, World], nn.Module]
@@ -115,6 +116,7 @@ class Job:
         ValueError: data, sizes or vocabulary that do not fit each other, or attention that cannot
             run here.
         DataExhaustedError: less data than is needed.
+        ShortRunError: fewer steps than are needed to record those that are asked for.
     """
 
     def __init__(self, config: TrainConfig, world: World, *, name: str) -> None:
@@ -161,9 +163,8 @@ class Job:
                 )
             require_free(folder, "rank*_snapshot.pickle")
             self.snapshot = folder / f"rank{world.rank}_snapshot.pickle"
-        self.recording = Recording(
-            folder, world.rank, config.profile_steps, config.steps, world.device
-        )
+        self.recording = Recording(folder, world.rank, config.profile_steps, world.device)
+        self.recording.require(config.steps)
         self.seconds: list[float] = []  # of each step that this process took
         self.val_loss: float | None = None  # the newest
         self._traffic = Traffic()
@@ -186,14 +187,24 @@ class Job:
         return loader
 
     def __str__(self) -> str:
-        config, num_ranks = self.config, self.world.size
+        config, loader, num_ranks = self.config, self.loader, self.world.size
+        evaluation = ""
+        if self.val_loader is not None:
+            num_batches = min(config.eval_batches, len(self.val_loader))
+            num_sequences = num_batches * self.val_loader.global_batch_size
+            evaluation = (
+                f"\n  evaluation: every {config.eval_every} steps, {num_sequences} sequences"
+            )
         return (
             f"{self.name}: {config.model} {config.size}, "
             f"{families.parameter_count(self.model_config):,} parameters, vocabulary "
             f"{self.model_config.vocab_size:,}, {config.precision}, on {self.world.device.type}\n"
             f"  {config.steps} steps of {self.num_micro_batches} micro-batches x "
             f"{config.micro_batch_size} x {num_ranks} rank(s) = {config.global_batch_size} "
-            f"sequences = {config.global_batch_size * self.sequence_length:,} tokens"
+            f"sequences = {config.global_batch_size * self.sequence_length:,} tokens\n"
+            f"  data: {len(loader.shards)} shards, {loader.num_sequences:,} sequences of "
+            f"{self.sequence_length}, {len(loader) // self.num_micro_batches:,} steps per pass"
+            f"{evaluation}"
         )
 
     def optimizer(self, module: nn.Module) -> torch.optim.Optimizer:
@@ -204,8 +215,13 @@ class Job:
         return torch.optim.AdamW(groups, lr=self.config.learning_rate)
 
     def begin(self, finished: int) -> RunLog:
-        """Return the log of the steps to come; `finished` were taken by an earlier process."""
+        """Return the log of the steps to come; `finished` were taken by an earlier process.
+
+        Raises:
+            ShortRunError: too few steps are left to record those that are asked for.
+        """
         config = self.config
+        self.recording.require(config.steps - finished)
         self._counted = min(finished + COUNTED_STEP, config.steps - 1)
         Path(config.out).mkdir(parents=True, exist_ok=True)
         self._summary_path.unlink(missing_ok=True)  # an earlier run's would be mistaken for ours
@@ -239,13 +255,15 @@ class Job:
         # All ranks' tokens over this rank's median step: watched ones, and the first, are slower.
         tokens = config.global_batch_size * self.sequence_length
         collectives = self._traffic.by_kind(*dtypes)
+        num_messages = sum(one.dtype in dtypes for one in self._traffic.collectives)
         summary = {
             "rank": self.world.rank,
             "device": str(self.world.device),
             "steps": config.steps,
             "val_loss": self.val_loss,
             "tokens_per_s": tokens / statistics.median(self.seconds),
-            "messages_per_step": len(self._traffic.collectives),
+            "messages_per_step": num_messages,
+            "control_messages_per_step": len(self._traffic.collectives) - num_messages,
             "bytes_per_step": sum(one["bytes"] for one in collectives.values()),
             "collectives": collectives,
             "peak_memory_bytes": peak_memory_bytes(self.world.device),

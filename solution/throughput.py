@@ -9,7 +9,7 @@ devices whose peak is known. A batch size that does not fit is a row of its tabl
 no allocator keeps a peak, memory is the prediction of `solution.memory_analysis`. Results go to
 OUT/throughput.json.
 
-Exit status: 0 done, 2 bad input.
+Exit status: 0 done, 2 bad input, 3 out of memory.
 """
 
 import argparse
@@ -29,9 +29,10 @@ from solution.measure.flops import (
     model_flops_utilization,
 )
 from solution.measure.memory import training_loss
-from solution.measure.throughput import measure_throughput, sweep_batch_sizes
+from solution.measure.throughput import is_out_of_memory, measure_throughput, sweep_batch_sizes
 from solution.measure.workload import BAD_INPUT, DONE, Workload, keep, parser
 
+OUT_OF_MEMORY = 3
 MIB = 2**20
 LARGER = {"target_parameters": 10**12, "target_tokens": 10**13, "device_memory_bytes": 80 * 10**9}
 
@@ -51,6 +52,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         sys.stderr.write(f"error: {error}\n")
         return BAD_INPUT
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        said = f"out of memory with batch {flags.batch_size}; take a smaller --batch-size"
+        sys.stderr.write(f"error: {said}\n")
+        return OUT_OF_MEMORY
 
 
 def _report(work: Workload, flags: argparse.Namespace) -> int:

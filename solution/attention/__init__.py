@@ -64,7 +64,9 @@ def attention(
             f"{tuple(k.shape)}; see flash_attention for others"
         )
     if backend not in BACKENDS:
-        raise ValueError(f"expected backend to be one of {sorted(BACKENDS)}, got {backend!r}")
+        reasons = {name: unavailable(name, q.device.type) for name in sorted(BACKENDS)}
+        words = (f"{name} (not here: {why})" if why else name for name, why in reasons.items())
+        raise ValueError(f"expected backend to be {' or '.join(words)}, got {backend!r}")
     return BACKENDS[backend](q, k, v, causal=causal, scale=q.shape[-1] ** -0.5)
 
 

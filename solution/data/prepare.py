@@ -25,7 +25,6 @@ one machine, or prepare once and copy.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import sys
 import sysconfig
@@ -38,7 +37,7 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from solution.config import require
+from solution.config import require, require_positive
 from solution.data.shards import (
     MAX_TOKENS,
     NUM_IDS,
@@ -56,31 +55,36 @@ SUFFIXES = {".py", ".txt", ".md"}
 MAX_DOCUMENT_BYTES = 400_000  # beyond that it is a generated table, not text
 
 
-def _collect(paths: Sequence[Path], max_bytes: int | None) -> list[str]:
-    """Return the documents below `paths`.
+def _collect(paths: Sequence[Path], max_bytes: int | None) -> tuple[list[str], int]:
+    """Return the documents below `paths`, and the number of files that were skipped.
 
     Skipped are files that are not UTF-8, and too large ones that were not named themselves.
 
     Raises:
         ValueError: a path that is not there, or no text at all.
     """
-    documents, num_bytes = [], 0
+    documents, num_bytes, num_skipped = [], 0, 0
     for path in _files(paths):
         data = path.read_bytes()
-        if len(data) > MAX_DOCUMENT_BYTES and path not in paths:
+        try:
+            text = data.decode()
+        except UnicodeDecodeError:
+            text = None
+        if text is None or (len(data) > MAX_DOCUMENT_BYTES and path not in paths):
+            num_skipped += 1
             continue
         if max_bytes is not None and num_bytes + len(data) > max_bytes:
             break
-        with contextlib.suppress(UnicodeDecodeError):
-            documents.append(data.decode())
+        if text:
+            documents.append(text)
             num_bytes += len(data)
-    if not any(documents):
+    if not documents:
         raise ValueError(
             f"expected text ({', '.join(sorted(SUFFIXES))} files) below "
             f"{[str(path) for path in paths] or 'the standard library'}, found none"
             + (f" within max_bytes={max_bytes}; raise it" if max_bytes else "")
         )
-    return [text for text in documents if text]
+    return documents, num_skipped
 
 
 def _split(documents: list[str], val_fraction: float) -> tuple[list[str], list[str]]:
@@ -133,7 +137,9 @@ def prepare(
     require("vocab_size", vocab_size, words, lambda size: 257 <= size <= NUM_IDS)
     require("shard_tokens", shard_tokens, f"in [1, {MAX_TOKENS}]", lambda n: 0 < n <= MAX_TOKENS)
     require("val_fraction", val_fraction, "in [0, 1)", lambda part: 0 <= part < 1)
-    documents = _collect(paths, max_bytes)
+    if max_bytes is not None:
+        require_positive("max_bytes", max_bytes)
+    documents, num_skipped = _collect(paths, max_bytes)
     _clear(out)
     train, val = _split(documents, val_fraction)
     tokenizer = _train_tokenizer(train, vocab_size)
@@ -147,6 +153,7 @@ def prepare(
         "vocab_size": tokenizer.get_vocab_size(),
         "delimiter": tokenizer.token_to_id(DELIMITER),
         "num_documents": len(documents),
+        "num_skipped": num_skipped,
         "shards": shards,
     }
     write_atomically(out / TOKENIZER, tokenizer.to_str().encode())
@@ -234,8 +241,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     print(
         f"{options['out']}: {len(meta['shards'])} shards, {train:,} train and {val:,} val tokens, "
-        f"vocabulary {meta['vocab_size']:,}, from {meta['num_documents']:,} documents in "
-        f"{time.perf_counter() - started:.1f} s"
+        f"vocabulary {meta['vocab_size']:,}, from {meta['num_documents']:,} documents "
+        f"(skipped files: {meta['num_skipped']}) in {time.perf_counter() - started:.1f} s"
     )
     return 0
 

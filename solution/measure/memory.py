@@ -275,9 +275,14 @@ def peak_memory_bytes(device: torch.device) -> int:
     # kernel's own line does not.
     unit = 1 if sys.platform == "darwin" else 1024
     peak = unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    status = Path("/proc/self/status")
-    found = re.search(r"VmHWM:\s*(\d+) kB", status.read_text() if status.exists() else "")
-    return 1024 * int(found[1]) if found else peak
+    return kernel_bytes("/proc/self/status", "VmHWM") or peak
+
+
+def kernel_bytes(path: str, key: str) -> int | None:
+    """Return the value of `key`, which the kernel counts in kB; None on other systems."""
+    text = Path(path).read_text() if Path(path).exists() else ""
+    found = re.search(rf"^{key}:\s*(\d+) kB", text, re.MULTILINE)
+    return 1024 * int(found[1]) if found else None
 
 
 @contextmanager

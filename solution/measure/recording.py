@@ -18,19 +18,21 @@ from torch.profiler import ProfilerActivity, _KinetoProfile, record_function
 WARM_UP = 3
 
 
+class ShortRunError(ValueError):
+    """There are fewer steps left than are needed to record those that were asked for."""
+
+
 class Recording:
-    """The profiler over `num_steps` steps of one rank, perhaps none; `num_left` are to be taken.
+    """The profiler over `num_steps` steps of one rank, perhaps none.
 
     Attributes:
         path: of this rank's trace, in a folder that is made when it is written.
 
     Raises:
-        ValueError: there are traces in `folder` already, of any rank; or too few steps to take.
+        ValueError: there are traces in `folder` already, of any rank.
     """
 
-    def __init__(
-        self, folder: Path, rank: int, num_steps: int, num_left: int, device: torch.device
-    ) -> None:
+    def __init__(self, folder: Path, rank: int, num_steps: int, device: torch.device) -> None:
         self.path = folder / f"rank{rank}_trace.json"
         self.num_steps = num_steps
         self._taken = 0
@@ -39,12 +41,15 @@ class Recording:
         self._profiler = _KinetoProfile(activities=kinds, record_shapes=True, profile_memory=True)
         if num_steps:
             require_free(folder, "rank*_trace.json*")
-            if num_left < WARM_UP + num_steps:
-                raise ValueError(
-                    f"expected at least {WARM_UP + num_steps} steps to record {num_steps} after "
-                    f"{WARM_UP} of warm-up, got {num_left}; ask for more steps or fewer "
-                    "profile_steps"
-                )
+
+    def require(self, num_left: int) -> None:
+        """Raise a ShortRunError unless `num_left` steps are enough."""
+        if self.num_steps and num_left < WARM_UP + self.num_steps:
+            raise ShortRunError(
+                f"expected at least {WARM_UP + self.num_steps} steps to record {self.num_steps} "
+                f"after {WARM_UP} of warm-up, got {num_left} that are left; ask for more steps or "
+                "fewer profile_steps"
+            )
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:

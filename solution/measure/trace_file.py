@@ -95,15 +95,21 @@ def read_trace(path: str | PathLike[str]) -> Trace:
     """Return the trace in a file; gzip is recognised by its first bytes, not by the name.
 
     Raises:
-        TraceError: the file is missing, empty, cut off, no JSON, or not of torch.profiler.
+        TraceError: the file cannot be read, is cut off or no JSON, or is not of torch.profiler.
     """
     trace = Trace(Path(path))
     try:
         data = trace.path.read_bytes()
+    except OSError as error:
+        raise TraceError(
+            f"{path}: expected a trace, got {error.strerror}; see which files are there, or record "
+            "one with --profile-steps"
+        ) from None
+    try:
         if data[:2] == b"\x1f\x8b":
             data = gzip.decompress(data)
         whole = json.loads(data, object_hook=trace.take)
-    except (OSError, EOFError, zlib.error, ValueError) as error:
+    except (gzip.BadGzipFile, EOFError, zlib.error, ValueError) as error:
         raise TraceError(
             f"{path}: expected the whole JSON of a trace, got {error}; what is cut off or damaged "
             "was probably written by a run that was killed: record it again"

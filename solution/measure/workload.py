@@ -79,8 +79,8 @@ class Workload:
         """Return a model of random weights, and ids `[batch_size, length]`, on the device."""
         torch.manual_seed(0)
         with torch.device(self.device):
-            ids = torch.randint(self.config.vocab_size, (batch_size, self.length))
-            return self._build(), ids
+            model = self._build()  # first: the numbers of a seed depend on the order of draws
+            return model, torch.randint(self.config.vocab_size, (batch_size, self.length))
 
     def shape(self) -> nn.Module:
         """Return the model without memory, on the device `meta`."""

@@ -18,6 +18,7 @@ from spec_tests.tests.reference.training import (
     write_shards,
 )
 
+TIMES = ("tokens_per_s", "step_s")
 FULL = "fsdp_full_shard"
 
 
@@ -87,6 +88,16 @@ def test_two_ranks_end_with_equal_weights_and_the_baselines_losses(data, tmp_pat
     assert ranks[1].out == ""
 
 
+def test_a_sharded_run_ends_with_the_same_bits(data, tmp_path):
+    sharded, plain = tmp_path / "sharded", tmp_path / "plain"
+    for flags in (("--zero1", "--out", sharded), ("--no-zero1", "--out", plain)):
+        run_ranks(DDP, *SMALL, "--max-norm", 1, "--data", data, *flags, folder=tmp_path)
+
+    assert len({*weights(sharded, "ddp_bucketed"), *weights(plain, "ddp_bucketed")}) == 1
+    for ours, theirs in zip(*(steps(x, "ddp_bucketed") for x in (sharded, plain)), strict=True):
+        assert {**ours, **dict.fromkeys(TIMES)} == {**theirs, **dict.fromkeys(TIMES)}
+
+
 def test_a_run_goes_on_in_any_layout(data, tmp_path):
     flags = (*SMALL, "--data", data, "--out", ".", "--checkpoint-dir", "saved", "--save-every", 1)
 
@@ -146,7 +157,13 @@ def test_a_dry_run_says_the_numbers_and_writes_nothing(data, tmp_path):
 
     ended = run(BASELINE, *flags, "--dry-run", folder=tmp_path)
 
-    for word in ("llama debug", "4 micro-batches x 2 x 1 rank(s)", "128 tokens"):
+    for word in (
+        "llama debug",
+        "4 micro-batches x 2 x 1 rank(s)",
+        "128 tokens",
+        "23 steps per pass",
+        "every 2 steps",
+    ):
         assert word in ended.out
     assert not (tmp_path / "absent").exists()
 

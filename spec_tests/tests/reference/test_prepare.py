@@ -86,6 +86,15 @@ def test_a_single_text_however_long_is_cut_and_its_end_validates(ctx, tmp_path):
 
 
 @on_ranks(1)
+def test_a_file_that_is_no_text_is_skipped_and_does_not_end_the_collection(ctx, texts, tmp_path):
+    (texts / "0-binary.txt").write_bytes(b"\xff" * 10_000)
+    meta = prepared(texts, tmp_path / "out", max_bytes=9_000)
+    assert (meta["num_documents"], meta["num_skipped"]) == (8, 1)
+    with pytest.raises(ValueError, match="max_bytes to be a positive integer, got 0"):
+        prepared(texts, tmp_path / "out", max_bytes=0)
+
+
+@on_ranks(1)
 def test_ids_that_uint16_cannot_hold_are_refused_and_nothing_is_written(ctx, tmp_path):
     for ids in ([0, 65536], [-1, 0], np.array([1, 70_000])):
         with pytest.raises(ValueError, match="65536"):

@@ -1,6 +1,7 @@
 """Recording and analysis of traces: what a run did is what its trace says, and nothing is lost."""
 
 import json
+import shutil
 from collections import Counter
 
 import pytest
@@ -99,7 +100,7 @@ def test_the_trace_holds_what_was_sent(recorded):
     for setup in ("ddp_bucketed", "fsdp_full_shard_torch"):
         told = summary(recorded / "run", f"{setup}.rank0")
         steps = steps_of(recorded / "traces" / setup / "rank0_trace.json")
-        expected = told["messages_per_step"]
+        expected = told["messages_per_step"] + told["control_messages_per_step"]
         for names in steps.values():
             sent = {name: n for name, n in names.items() if name.startswith("c10d::")}
             assert sum(sent.values()) == expected, sent
@@ -136,6 +137,18 @@ def test_what_cannot_be_recorded_is_refused_before_training(data, tmp_path, flag
     ended = run(BASELINE, *flags, folder=tmp_path, status=2, says=REFUSED[flag])
 
     assert "step " not in ended.out
+
+
+def test_a_resumed_run_refuses_to_record_more_steps_than_are_left(data, tmp_path):
+    sizes = ("--global-batch-size", 4, "--micro-batch-size", 2, "--data", data)
+    flags = (*SMALL, *sizes, "--checkpoint-dir", "saved", "--save-every", 2)
+    run(BASELINE, *flags, folder=tmp_path)
+    shutil.rmtree(tmp_path / "saved" / "step-00000005")
+
+    says = "expected at least 4 steps to record 1 after 3 of warm-up, got 1"
+    ended = run(BASELINE, *flags, "--profile-steps", 1, folder=tmp_path, status=2, says=says)
+
+    assert "Traceback" not in ended.err
 
 
 # ---------------------------------------------------------------------------------------- analysis
