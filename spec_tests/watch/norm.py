@@ -30,7 +30,7 @@ class Finding:
     """One thing that a check saw.
 
     Attributes:
-        norm: id of the norm that does not hold; a check leaves it "".
+        norm: id of the norm that does not hold; where a check leaves it "", that of the check.
         text: what was expected and what came, with rank and tensor.
         step: of the optimizer, from 1; 0 before the first.
         rank: the rank that it is about; None for all.
@@ -61,7 +61,9 @@ STEP_CHECKS: dict[str, Check] = {}
 
 
 def norm(id: str, *, source: str) -> Callable[[Check], Check]:
-    """Register a check under the norm that its docstring begins with; its first finding counts.
+    """Register a check under the norm that its docstring begins with, and name it in findings.
+
+    Of several findings of one norm, the first is reported.
 
     Raises:
         ValueError: for a malformed id or sentence, as of a clause.
@@ -73,8 +75,12 @@ def norm(id: str, *, source: str) -> Callable[[Check], Check]:
 
         @functools.wraps(check)
         def named(*arguments: Any) -> Iterator[Finding]:
-            found = [*check(*arguments)]  # all of it: a check also keeps what later steps need
-            yield from (replace(finding, norm=id) for finding in found[:1])
+            told: set[str] = set()
+            for finding in check(*arguments):
+                name = finding.norm or id
+                if name not in told:
+                    told.add(name)
+                    yield replace(finding, norm=name)
 
         worlds, everywhere = (1, 2, 3), ("gloo", "cuda")
         fields = (strength, "correct", (), (), source, worlds, everywhere, "", named)

@@ -79,7 +79,7 @@ def _write(impl: str, id: str, directory: Path) -> Path:
     is_program = ".programs." in id
     if not is_program and next(recipes_of(id, subject, 2, _situation_of(clause)), None) is None:
         raise NothingToWriteError(
-            f"no script for {id}: it needs what the suite alone builds, see {clause.where}"
+            f"no script for {id}: no template builds its situation, which is in {clause.where}"
         )
     place = directory / f"{re_named(id)}.py"
     if place.exists():
