@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from spec_tests.chapters.ddp.replica import (
     DDP,
@@ -21,7 +23,7 @@ from spec_tests.chapters.ddp.replica import (
 from spec_tests.programs.calls import parsed
 from spec_tests.programs.law import follow, judge_values, same_as_alone, situations
 from spec_tests.programs.laws import equivalence, refusal
-from spec_tests.rig import judge
+from spec_tests.rig import judge, strategies
 from spec_tests.rig.clause import clauses
 from spec_tests.rig.judge.symptoms import Hint
 
@@ -339,6 +341,37 @@ def test_the_order_in_which_gradients_become_ready_does_not_matter(world, subjec
     tensors in silence wherever the sizes agree.
     """
     same_as_alone(world, subject, situation)
+
+
+def scaled_loss(ctx, subject, seed, exponent):
+    """Gradients of a loss times a power of two, on real-valued float32 data."""
+    replica = Replica(ctx, subject, "mlp")
+    batch = torch.randn(4, 6, generator=torch.Generator().manual_seed(seed + ctx.rank))
+    (replica.wrapped(batch.to(ctx.device)).square().sum() * 2.0**exponent).backward()
+    replica.finish_backward()
+    return replica.gradients()
+
+
+@clause(
+    "ddp.gradients.loss-scale-invariance",
+    source="contract: mean-gradient; IEEE 754: scaling by a power of two commutes with rounding",
+)
+@given(seed=strategies.seeds, exponent=st.integers(-6, 6).filter(bool))
+def test_a_power_of_two_on_the_loss_scales_the_gradients_exactly(world, subject, seed, exponent):
+    """Multiplying the loss by 2**k MUST multiply every mean gradient by 2**k, bit for bit.
+
+    Needs no reference, so it holds for any implementation: a constant that is added, a clip or a
+    cast on the way shows.
+    """
+    plain = world.run(scaled_loss, subject, seed, 0)
+    scaled = world.run(scaled_loss, subject, seed, exponent)
+
+    judge.tensors(
+        scaled,
+        [equivalence.scaled(rank, 2.0**exponent) for rank in plain],
+        quantity=f"gradient times 2**{exponent}",
+        given=f"float32, seed {seed}",
+    )
 
 
 @clause(

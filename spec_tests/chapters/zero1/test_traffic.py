@@ -128,6 +128,43 @@ def test_all_ranks_issue_the_same_collectives(world):
     agreement.same_collectives(world.run(third_step, f"{TOY} adamw"), given="third step")
 
 
+def bytes_that_stay(ctx):
+    """Bytes that construction and two steps leave behind; gradients are older."""
+    model = wide()
+    for parameter in model.parameters():
+        parameter.grad = parameter.new_ones(parameter.shape)
+    with ctx.recording() as recorder:
+        optimizer = _sharded(ctx, model)
+        optimizer.step()
+        optimizer.step()
+        return recorder.live_bytes
+
+
+@clause(
+    "zero1.footprint.state-is-a-share",
+    source="contract: state-divided; Rajbhandari et al. 2020, section 5.1 and figure 1",
+    worlds=(4,),
+)
+def test_a_rank_keeps_a_share_of_the_state(world):
+    """A rank MUST NOT keep more than its share of the state and one copy of the parameters.
+
+    Whatever `.state` shows: an inner optimizer that holds the rest is found by its bytes. The copy
+    is for flat buffers that parameters have become views of.
+    """
+    parameter_bytes = 4 * DEPTH * LAYER
+    footprint.at_most(
+        list(world.run(bytes_that_stay)),
+        {
+            "share of two moments": 2 * parameter_bytes // world.size,
+            "the largest parameter's": 2 * 4 * WIDTH * WIDTH,
+            "flat parameters": parameter_bytes,
+            "counters and padding": 4 * DEPTH * PADDING,
+        },
+        quantity="new bytes",
+        likely="every rank keeps the moments of all parameters",
+    )
+
+
 NUM_LAYERS, SMALL_LAYER = 64, 16 * 16
 
 

@@ -103,6 +103,16 @@ DDP.near_miss(
 )
 
 DDP.near_miss(
+    "ddp.clamps-gradients",
+    ("ddp.gradients.loss-scale-invariance", "ddp.gradients.mean"),
+    "+ flat.clamp_(-50.0, 50.0)",
+    "  handle = dist.all_reduce(flat, group=self.group, async_op=True)",
+    does="Clamps every gradient.",
+    seen="A safety belt against overflow in a low-precision reduction.",
+    unseen="Gradients of toys are small.",
+)
+
+DDP.near_miss(
     "ddp.averages-what-the-hook-gets",
     "ddp.programs.any-situation",
     "- weak = weakref.WeakMethod(self.on_gradient)  # or a dropped model would never be freed",

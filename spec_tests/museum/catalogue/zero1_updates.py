@@ -8,7 +8,7 @@ ZERO1 = Source("spec_tests.plain.zero1")
 
 ZERO1.near_miss(
     "zero1.steps-alone",
-    ("zero1.state.divided", "zero1.step.equal-on-all-ranks"),
+    ("zero1.state.divided", "zero1.step.equal-on-all-ranks", "zero1.footprint.state-is-a-share"),
     "- return self.owners[parameter] == self.rank()",
     "+ return True",
     "...",
