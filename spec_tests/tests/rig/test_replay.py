@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from spec_tests import impls
-from spec_tests.rig import plugin
+from spec_tests.rig import judge, plugin
 from spec_tests.rig.judge import replay, runner
 from spec_tests.rig.outcomes import Outcome
 from spec_tests.rig.ranks.errors import DIFFERS, RankRaised
@@ -197,7 +197,8 @@ def found(worlds: Worlds, which: Target, id: str = MEAN.id, case: Mapping[str, A
     """What a clause says of an implementation after a second run."""
     world, clause = worlds.world(3, which), clause_named(id)
     telling = replay.Replays().telling(clause, {**case, "world": 3}, world)
-    with pytest.raises(Exception) as caught, telling:
+    # Its own, or words of a case that was judged before in this process are told with it.
+    with judge.judging(judge.Situation()), pytest.raises(Exception) as caught, telling:
         clause.test(world=world, **case)
     return str(caught.value)
 

@@ -145,4 +145,4 @@ def test_the_command_compares_whole_reports_alone(tmp_path: Path, capsys):
     said = capsys.readouterr().err
     assert "expected a run that reached its end" in said
     assert "expected the log of a run, got no event" in said
-    assert "No such file or directory" in said
+    assert "expected a folder that --report wrote, or its events.jsonl, got" in said

@@ -99,7 +99,7 @@ def test_the_command_judges_the_clause_first(tmp_path: Path):
     ("impl", "clause", "words"),
     [
         ("mine.py", "ddp.gradients.meen", "near it: ddp.gradients.mean"),
-        ("mine.py", "ddp.schedule.same-gradients", "no script for ddp.schedule.same-gradients: it"),
+        ("mine.py", "ddp.schedule.same-gradients", "no template builds its situation"),
         ("mine.py", "training.loss.is-the-mean", "expected the id of one clause"),
         ("mine.py", "attention.forward.values", "could not be judged on"),
         ("mine.py", "ddp.gradients.frozen-stay-none", "nothing to show: "),
