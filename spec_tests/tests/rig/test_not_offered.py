@@ -16,6 +16,7 @@ from spec_tests import impls
 from spec_tests.chapters.data import test_state
 from spec_tests.contract import FUNCTIONS, OPTIONAL_METHODS
 from spec_tests.programs import draw, law
+from spec_tests.rig.judge import Situation, judging
 from spec_tests.rig.judge.runner import CaseResult
 from spec_tests.rig.ledger import load_all
 from spec_tests.rig.outcomes import LEVELS, SILENT, Outcome
@@ -212,7 +213,8 @@ def test_drawn_situations_that_need_an_absent_method_hide_no_others(
 
     monkeypatch.setattr(law, "same_as_alone", same_as_alone)
     world, known = worlds.world(2, impls.parse("plain")), len(worlds.leaks)
-    with contextlib.nullcontext() if needed else pytest.raises(NotOffered):
+    raised = contextlib.nullcontext() if needed else pytest.raises(NotOffered)
+    with judging(Situation()), raised:
         draw.judge_part(world, "fully_shard", "correct", 0)
     assert bool(judged_lines) == bool(needed)
     left_out = "notice: situations that need it were left out: no set_reshard_after_backward()"
