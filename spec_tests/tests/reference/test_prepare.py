@@ -90,6 +90,8 @@ def test_a_file_that_is_no_text_is_skipped_and_does_not_end_the_collection(ctx, 
     (texts / "0-binary.txt").write_bytes(b"\xff" * 10_000)
     meta = prepared(texts, tmp_path / "out", max_bytes=9_000)
     assert (meta["num_documents"], meta["num_skipped"]) == (8, 1)
+    half = sum(path.stat().st_size for path in texts.glob("[0-3].txt"))
+    assert prepared(texts, tmp_path / "half", max_bytes=half)["num_documents"] == 4
     with pytest.raises(ValueError, match="max_bytes to be a positive integer, got 0"):
         prepared(texts, tmp_path / "out", max_bytes=0)
 

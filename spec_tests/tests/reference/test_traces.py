@@ -197,6 +197,8 @@ def test_what_is_no_run_is_refused(tmp_path):
     write("mixed", 0, 1, world_size=4)
     write("other-steps", 0, 1, steps=(1, 2))
     write("cut", 0, cut=40)
+    write("unreadable", 1)
+    (tmp_path / "unreadable" / "run" / "rank0_trace.json").mkdir()  # as no right lets root fail
     (tmp_path / "none").mkdir()
     cases = {
         "whole": "",
@@ -204,6 +206,7 @@ def test_what_is_no_run_is_refused(tmp_path):
         "mixed": "expected the files of one run, got world size, device and steps [(2, 'cpu', [1])",
         "other-steps": "[1]), (2, 'cpu', [1, 2])]; files of different runs lie in one folder",
         "cut": "rank0_trace.json: expected the whole JSON of a trace",
+        "unreadable": "rank0_trace.json: expected a trace, got Is a directory; see which files",
         "none": "expected SETUP/rankN_trace.json, got no such file; record some with",
         "no-folder": "expected SETUP/rankN_trace.json, got no such file; record some with",
     }

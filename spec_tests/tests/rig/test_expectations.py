@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from spec_tests.programs import declared
 from spec_tests.rig.judge import expectations
 from spec_tests.rig.judge.expectations import Deviation, expect, find, load, problems
 from spec_tests.rig.outcomes import Event
@@ -67,6 +68,9 @@ def test_a_wrong_file_is_refused_by_name(tmp_path: Path, text, said):
     with pytest.raises(ValueError, match=said) as caught:
         load(written(tmp_path, text + "\n"))
     assert str(caught.value).startswith(str(tmp_path / "mine.toml"))
+    if "inherits" in text:  # its situations are read by another one
+        with pytest.raises(ValueError, match=said):
+            declared.load(tmp_path / "mine.toml")
 
 
 def test_a_file_s_own_entries_come_before_those_that_it_inherits(tmp_path: Path, monkeypatch):

@@ -147,6 +147,12 @@ RENDERINGS: dict[str, Callable[[list[Event]], str]] = {
 }
 
 
+def test_a_run_that_did_not_end_passes_nothing_on_gradescope():
+    events = log(result(), is_finished=False)
+    (test,) = json.loads(render_gradescope(events))["tests"]
+    assert (test["status"], test["score"], test["output"]) == ("failed", 0, INCOMPLETE)
+
+
 @pytest.mark.parametrize("name", RENDERINGS)
 def test_a_rendering_of_everything_is_as_it_was_kept(name: str):
     golden.check(f"report/{name}", RENDERINGS[name](everything()))

@@ -157,6 +157,8 @@ def test_the_schedule_decides_and_repeats_itself(worlds: Worlds):
     assert order(Schedule("reversed"), "reversed")[:3] == ["20", "10", "00"]
     assert order(Schedule("drawn", choices=(2, 0, 1)), "drawn")[:3] == ["20", "10", "00"]
     assert order(Schedule(straggler=0), "straggler")[:3] == ["10", "20", "00"]
+    with pytest.raises(ValueError, match="a schedule is an input of transport sim only, not gloo"):
+        worlds.world(3, transport="gloo").scheduled(Schedule())
 
 
 # -------------------------------------------------------------------------- what it refuses
@@ -175,9 +177,21 @@ def gloo_by_hand(ctx: Context) -> str:
     return ""
 
 
+def fake_group(ctx: Context) -> str:
+    try:
+        dist.new_group(backend="fake")
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
 @pytest.mark.parametrize(
     ("body", "said"),
-    [(on_a_thread, "is not a rank"), (gloo_by_hand, "ProcessGroupGloo was made directly")],
+    [
+        (on_a_thread, "is not a rank"),
+        (gloo_by_hand, "ProcessGroupGloo was made directly"),
+        (fake_group, "a group of backend fake was made"),
+    ],
 )
 def test_what_cannot_be_simulated_is_refused_in_plain_words(worlds: Worlds, body, said: str):
     for told in sim(worlds).run(body):
