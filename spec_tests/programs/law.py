@@ -168,18 +168,7 @@ def same_as_alone(
         return
     if values:
         judge_values(put_together([rank["seen"] for rank in ranks]), subject, situation)
-    if world.transport == "sim":
-        _forget_memory(ranks)
     _judge_looks(ranks, looks, subject, scene, program)
-
-
-def _forget_memory(ranks: Sequence[Any]) -> None:
-    """Take back what was weighed: simulated ranks share one process, whose memory is no rank's."""
-    for rank in ranks:
-        for call in rank["sent"]:
-            call["grown"] = 0
-        for step in rank["afterwards"] or ():
-            step["bytes held"] = 0
 
 
 def _judge_looks(

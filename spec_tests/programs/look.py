@@ -35,11 +35,13 @@ def ordinary_step(rank: OnRank) -> dict[str, Any]:
 def warmed_step(rank: OnRank, seen: Seen = ()) -> dict[str, Any]:
     """Return the same of the second of two steps, and what is held then.
 
-    The first step may make what later ones use. What calls have shown is ours.
+    The first step may make what later ones use. What calls have shown is ours. Nothing is weighed
+    where ranks share a process.
     """
     rank.rest()
     ordinary_step(rank)
-    found = ordinary_step(rank) | {"bytes held": sent.held_bytes(seen)}
+    found = ordinary_step(rank)
+    found["bytes held"] = sent.held_bytes(seen) if rank.ctx.owns_process else 0
     rank.rest()
     return found
 

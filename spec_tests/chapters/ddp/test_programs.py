@@ -80,4 +80,4 @@ def test_every_reduction_is_waited_for(world, subject):
 
     That a later one has completed proves nothing about an earlier one: gloo runs several at once.
     """
-    same_as_alone(world, subject, THREE_STEPS)
+    same_as_alone(schedules.strict(world), subject, THREE_STEPS)

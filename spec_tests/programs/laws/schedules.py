@@ -36,4 +36,9 @@ def drawn(test: Callable[..., None]) -> Callable[..., None]:
 
 def under(world: World, schedule: Schedule) -> World:
     """The world by a schedule; another clause judges work that is never waited for."""
-    return world.scheduled(replace(schedule, unwaited="ignore"))
+    return world.scheduled(replace(schedule, unwaited="none"))
+
+
+def strict(world: World) -> World:
+    """The world in which also a gather that nobody needs has to be waited for."""
+    return world.scheduled(Schedule(unwaited="all"))

@@ -58,9 +58,11 @@ class Ranks(list[Any]):
 
     Attributes:
         leaks: what the ranks left behind.
+        in_flight: what simulated ranks have launched and not waited for.
     """
 
     leaks: tuple[str, ...] = ()
+    in_flight: tuple[str, ...] = ()
 
 
 class Pool:

@@ -102,7 +102,10 @@ class Context:
         impl: the implementation; a function that it lacks raises NotOfferedError when called.
         seed: the task's seed; torch, NumPy and random were seeded with `1000 * seed + rank`.
         scratch: a folder that all ranks of this pool share.
+        owns_process: whether no other rank lives in this process, whose memory is then this rank's.
     """
+
+    owns_process = True
 
     def __init__(self, config: RankConfig, task: Task, impl: Implementation | None) -> None:
         self.rank = config.rank

@@ -62,11 +62,10 @@ class Collectives:
             f"{post} #{number} of {name}" for post, number, name in tuple(self._last[rank])
         )
 
-    def unwaited(self, rank: int) -> list[str]:
-        """What `rank` has launched and not waited for, in words."""
-        return [
-            f"{w.post}, launched at {w.post.where}" for w in self.launched[rank] if not w.is_done
-        ]
+    def unwaited(self, rank: int, but: tuple[str, ...] = ()) -> list[str]:
+        """Return what `rank` has launched and not waited for, in words, but these operations."""
+        posts = [work.post for work in self.launched[rank] if not work.is_done]
+        return [f"{p}, launched at {p.where}" for p in posts if not p.operation.startswith(but)]
 
     def give_up_guard(self, rank: int) -> None:
         """Let what `rank` has in flight be written to: its owner could not wait for it."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import mmap
 import os
+import sys
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from spec_tests.rig.ranks import hygiene, wire
+from spec_tests.rig.ranks import hygiene, thrift, wire
 from spec_tests.rig.ranks import rank as live
 from spec_tests.rig.ranks.watcher import Doing, stack_of_body
 from spec_tests.rig.sim import hooks
@@ -39,15 +40,26 @@ class SimTask:
 
 @dataclass(frozen=True)
 class SimReply:
-    """What became of a task on all ranks; if it failed, with the last operations of each."""
+    """What became of a task on all ranks; if it failed, with the last operations of each.
+
+    Attributes:
+        in_flight: what nobody had waited for in the end.
+    """
 
     replies: tuple[live.Reply, ...]
     blocked: tuple[Blocked, ...]
     histories: tuple[tuple[str, ...], ...]
+    in_flight: tuple[str, ...]
+
+
+_MAY_BE_LEFT = {"all": (), "but gathers": ("all_gather", "broadcast"), "none": ("",)}
+"""How the names of operations begin that nobody must have waited for, see `Schedule`."""
 
 
 class _Context(live.Context):
     """A simulated rank's: no time passes here, so being late is a matter of order."""
+
+    owns_process = False
 
     def __init__(self, host: _Host, rank: int, task: live.Task, schedule: Schedule) -> None:
         config = dataclasses.replace(host.config, rank=rank)
@@ -61,7 +73,7 @@ class _Context(live.Context):
         self.host.now.give_up_guard(self.rank)
 
     def finish(self) -> None:
-        left = self.host.now.unwaited(self.rank) if self.schedule.unwaited == "error" else []
+        left = self.host.now.unwaited(self.rank, _MAY_BE_LEFT[self.schedule.unwaited])
         if left:
             raise UnwaitedWork(
                 f"rank {self.rank} has left the body and nobody has waited for "
@@ -113,10 +125,12 @@ class _Host:
         blocked = self.baton.run(job, task.schedule)
         has_failed = bool(blocked) or any(reply.error for reply in replies.values())
         histories = [self.now.history(i) for i in range(len(replies))] if has_failed else []
+        left = [(i, words) for i in range(len(tasks)) for words in self.now.unwaited(i)]
+        in_flight = tuple(f"on rank {i}: {words}" for i, words in left)
         if has_failed or not self.now.is_tidy:
             self.renew()
         ordered = tuple(replies[rank] for rank in range(len(tasks)))
-        return SimReply(ordered, tuple(blocked), tuple(histories))
+        return SimReply(ordered, tuple(blocked), tuple(histories), in_flight)
 
     def _join(self, rank: int) -> None:
         if self.joined[rank] == self.generation:
@@ -140,7 +154,9 @@ def main(config: live.RankConfig, tasks: Connection, control: Connection) -> Non
     hooks.install(lambda: baton, lambda: host.now)
     live.start_watcher(control, config, lambda: _doing(host))
     live.greet(tasks, greeting)
+    modules = len(sys.modules)
     while True:
+        modules = thrift.freeze_imports(modules)
         task: SimTask = wire.loads(tasks.recv_bytes())
         os.ftruncate(output, 0)
         tasks.send_bytes(wire.dumps(host.do(task)))

@@ -86,7 +86,9 @@ class SimPool(Pool):
             primary = culprit(errors)
             reports[primary] = replace(reports[primary], output=output)
             self._raise_error(errors, reports)
-        return self._outcome(reply.replies)
+        found = self._outcome(reply.replies)
+        found.in_flight = reply.in_flight
+        return found
 
     def _raise_deadlock(self, reply: host.SimReply) -> NoReturn:
         waits = {row.rank: row for row in reply.blocked}

@@ -26,7 +26,9 @@ class Schedule:
         choices: of the policy "drawn"; each picks one of the ranks that could go on.
         straggler: a rank that runs only when no other can.
         late: how often, at most, a finished operation still says that it is not (`is_completed`).
-        unwaited: "error", or "ignore": what it is to leave work behind that nobody waited for.
+        unwaited: which work must have been waited for when a body ends: "all", "none", or all "but
+            gathers". Weights may be gathered ahead for a step that never comes. Who reads them
+            without a wait reads NaN.
     """
 
     policy: str = "lowest"
@@ -34,7 +36,7 @@ class Schedule:
     choices: tuple[int, ...] = ()
     straggler: int | None = None
     late: int = 0
-    unwaited: str = "error"
+    unwaited: str = "but gathers"
 
     @property
     def interrupts(self) -> bool:

@@ -93,9 +93,11 @@ def misuse(ctx: Context, how: str) -> torch.Tensor:
     tensor = torch.full((4,), float(ctx.rank + 1))
     if how == "change":
         work = programs.gather(torch.zeros(8), tensor, async_op=True)
+    elif how == "ahead":
+        work = dist.broadcast(tensor.clone(), 0, async_op=True)
     else:
         work = dist.all_reduce(tensor, async_op=True)
-    if how == "forget":
+    if how in ("forget", "ahead"):
         return tensor
     if how in ("write", "change"):
         tensor.fill_(5.0)
@@ -119,8 +121,17 @@ def test_a_handle_that_is_misused_is_an_error_with_its_place(worlds: Worlds, how
 def test_who_reads_before_the_wait_reads_poison(worlds: Worlds):
     assert all(seen.isnan().all() for seen in sim(worlds).run(misuse, "read"))
     assert all(torch.equal(seen, torch.full((4,), 3.0)) for seen in sim(worlds).run(misuse, ""))
-    lenient = sim(worlds).scheduled(Schedule(unwaited="ignore"))
+    lenient = sim(worlds).scheduled(Schedule(unwaited="none"))
     assert all(seen.isnan().all() for seen in lenient.run(misuse, "forget"))
+
+
+def test_what_is_gathered_ahead_may_be_left_unless_every_wait_is_asked_for(worlds: Worlds):
+    left = sim(worlds).run(misuse, "ahead").in_flight
+    assert [words.partition(" (")[0] for words in left] == [
+        f"on rank {i}: broadcast" for i in (0, 1)
+    ]
+    with pytest.raises(RankRaised, match="UnwaitedWork: rank 0 has left the body"):
+        sim(worlds).scheduled(Schedule(unwaited="all")).run(misuse, "ahead")
 
 
 def private(ctx: Context) -> tuple[object, ...]:
