@@ -124,9 +124,7 @@ def _report(impostor: Impostor, verdicts: Sequence[Verdict], options: argparse.N
     complaints = [line for verdict in verdicts for line in verdict.complaints]
     word = "COMPLAINT" if complaints else "ok"
     modes = {name: mode for verdict in verdicts for name, mode in verdict.modes.items()}
-    absent = f"not on {options.transport}" if options.repeat and not options.accepted else ""
-    absent = "" if complaints else absent
-    names = ", ".join(_with(name, modes.get(name, absent)) for name in impostor.rejected_by)
+    names = ", ".join(_with(name, modes.get(name, "")) for name in impostor.rejected_by)
     names = names or "accepted by all"
     if options.accepted:
         names = f"accepted by {len(_owed(impostor, options))} clauses"

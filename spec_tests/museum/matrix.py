@@ -63,7 +63,7 @@ class Finding:
 
 
 def probe(clause: Clause, impostor: Impostor, worlds: Worlds, *, brief: bool = False) -> Finding:
-    """Run the clause's cases until one of them is decisive.
+    """Run the clause's cases until one of them is decisive; live, where simulated ranks cannot.
 
     Of a clause that judges a function which the impostor brings, only the cases of what it brings.
     `brief`: one case, on two ranks or the fewest that the clause has; which one, the names of the
@@ -73,9 +73,11 @@ def probe(clause: Clause, impostor: Impostor, worlds: Worlds, *, brief: bool = F
     target = target_of(impostor)
     own = impostor.brings & {*clause.judges}
     cases = [case for case in clause.cases() if not own or case["subject"] in own]
+    is_seen = clause.transport_on(worlds.transport) in clause.transports
+    transport = None if is_seen else "gloo"
     cases.sort(key=lambda case: case.get("part", 0))  # the first has the seeds, which find most
     for case in _some(cases, f"{impostor.id} {clause.id}") if brief else cases:
-        finding.results.append(run_case(clause, target, case, worlds))
+        finding.results.append(run_case(clause, target, case, worlds, transport=transport))
         if finding.decisive is not None:
             break
     return finding
@@ -149,10 +151,9 @@ def unrelated_clauses(impostor: Impostor, limit: int) -> list[Clause]:
 
 
 def rejections(impostor: Impostor, worlds: Worlds) -> list[Finding]:
-    """What the clauses that it names say of it, as far as they can on the worlds' transport."""
+    """What the clauses that it names say of it, as far as ranks on a CPU can observe them."""
     named = named_clauses(impostor) if impostor.is_here else []
-    seen = [c for c in named if c.transport_on(worlds.transport) in c.transports]
-    return [probe(clause, impostor, worlds) for clause in seen]
+    return [probe(clause, impostor, worlds) for clause in named if clause in _observable()]
 
 
 def must_reject(findings: Sequence[Finding]) -> list[str]:

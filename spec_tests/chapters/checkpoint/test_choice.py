@@ -10,7 +10,7 @@ import pytest
 from torch import nn
 
 from spec_tests.chapters.checkpoint.disk import contents, damaged, in_folder
-from spec_tests.chapters.checkpoint.trainee import SEES_GENERATORS, Trainee
+from spec_tests.chapters.checkpoint.trainee import Trainee
 from spec_tests.programs.laws import durability, refusal
 from spec_tests.rig import judge
 from spec_tests.rig.clause import clauses
@@ -116,7 +116,7 @@ def without_any(ctx, directory, exists):
     return Trainee(ctx).read(directory)
 
 
-@clause("checkpoint.choice.none", source="contract: none", transports=SEES_GENERATORS)
+@clause("checkpoint.choice.none", source="contract: none")
 @pytest.mark.parametrize("exists", [True, False], ids=["empty", "missing"])
 def test_without_a_checkpoint_nothing_is_loaded(world, exists):
     """Without a complete save a load MUST raise, or return 0, and change nothing."""
@@ -219,7 +219,6 @@ def test_a_model_that_does_not_fit_is_an_error(world, change):
     level="production",
     source="contract: failed-load; "
     "a load that fails half way leaves a model that nobody ever trained",
-    transports=SEES_GENERATORS,
 )
 @OTHERS
 def test_a_load_that_raises_changes_nothing(world, change):

@@ -18,7 +18,6 @@ from torch import nn
 
 from spec_tests.chapters.checkpoint.disk import in_folder
 from spec_tests.chapters.checkpoint.trainee import (
-    SEES_GENERATORS,
     Stream,
     Trainee,
     compare,
@@ -299,7 +298,6 @@ def trained(ctx, directory, toy, steps, saves):
     "checkpoint.save.changes-nothing",
     source="contract: independent; "
     "torch issue 164929: a cold AdamW's first step becomes its second",
-    transports=SEES_GENERATORS,
 )
 @pytest.mark.parametrize("toy", ["ragged", "buffers"])
 def test_saving_leaves_no_trace_in_training(world, toy):

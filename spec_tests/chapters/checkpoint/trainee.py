@@ -24,8 +24,6 @@ from spec_tests.rig.ranks.rank import Context
 from spec_tests.rig.toys import TOYS, sum_of_squares
 
 State = dict[str, torch.Tensor]
-# Of clauses that look at a normal number which NumPy keeps for later: simulated ranks share it.
-SEES_GENERATORS = ("gloo", "cuda")
 
 
 class Counting(torch.optim.SGD):

@@ -150,7 +150,8 @@ PLAIN.benign(
     '+     torch.save(value, root / "partial" / f"{part}.pt")',
     '+ final = root / f"step-{step}-{time.time_ns()}"',
     '+ (root / "partial").rename(final)',
-    '+ (root / "latest.tmp").write_text(final.name)',
+    '+ saves = {(*map(int, p.name.split("-")[1:]),): p.name for p in root.glob("step-*")}',
+    '+ (root / "latest.tmp").write_text(saves[max(saves)])',
     '+ (root / "latest.tmp").replace(root / "latest")',
     "+ return",
     "...",
@@ -160,7 +161,7 @@ PLAIN.benign(
     "+ return root / pointer.read_text() if pointer.exists() else None",
     "...",
     *LOADS_PARTS,
-    does="A folder of files per save and a pointer.",
+    does="A folder of files per save and a pointer to the one of the highest step.",
 )
 
 PLAIN.benign(

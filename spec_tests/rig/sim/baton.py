@@ -8,6 +8,7 @@ that is a deadlock: proved, and told with who waits for what.
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import random
@@ -43,6 +44,9 @@ class Private:
         self._torch = torch.default_generator.get_state()
         self._random = random.getstate()
         self._numpy: Any = np.random.MT19937()
+        # How many of its 624 numbers are used: reading that costs nothing, reading its state does.
+        self._used = ctypes.c_int.from_address(self._numpy.ctypes.state_address + 4 * 624)
+        self._seen, self._second_normal = self._used.value, False
         self._dtype = torch.get_default_dtype()
         # The mapping behind os.environ: exchanged as a whole, in no time.
         self._environ = dict(os.environ._data)  # type: ignore[attr-defined]  # not in stubs
@@ -55,6 +59,10 @@ class Private:
         """Put the process's state away: this rank stops running."""
         self._torch = torch.default_generator.get_state()
         self._random = random.getstate()
+        # NumPy draws normal numbers in pairs and keeps the second outside of the generator.
+        if self._second_normal or self._used.value != self._seen:
+            self._normals = np.random.get_state()
+            self._seen, self._second_normal = self._used.value, bool(self._normals[3])
         self._dtype = torch.get_default_dtype()
         self._filters = warnings.filters  # type: ignore[assignment]  # a list, whatever stubs say
         self._show = warnings.showwarning, warnings._showwarnmsg_impl  # type: ignore[attr-defined]  # not in stubs
@@ -64,6 +72,8 @@ class Private:
         torch.default_generator.set_state(self._torch)
         random.setstate(self._random)
         np.random.set_bit_generator(self._numpy)  # type: ignore[attr-defined]  # not in stubs
+        if self._second_normal:
+            np.random.set_state(self._normals)
         if self._dtype is not torch.get_default_dtype():
             torch.set_default_dtype(self._dtype)
         os.environ._data = os.environb._data = self._environ  # type: ignore[attr-defined]  # not in stubs
