@@ -323,7 +323,10 @@ class Alone(Machine):
             return None
         return {name: p.detach().clone() for name, p in self._gathered().items()}
 
-    fails = keep = reshard = wait = leave = Machine.nothing
+    def wait(self) -> Named | None:
+        return self.unshard("now") if self.before == ("unshard", "in-flight") else None
+
+    fails = keep = reshard = leave = Machine.nothing
 
 
 def first_buffer(rank: int) -> float:

@@ -44,7 +44,7 @@ SHOWS = (
     dict.fromkeys(
         ("evaluate", "evaluate_apart", "infer", "aside", "record"), "output of one process"
     )
-    | dict.fromkeys(("step", "step_one", "load", "unshard"), "weight of one process")
+    | dict.fromkeys(("step", "step_one", "load", "unshard", "wait"), "weight of one process")
     | dict.fromkeys(("local", "directly"), "local sum of gradients")
     | {"clip": "norm and clipped gradient of one process"}
 )

@@ -26,9 +26,11 @@ class Machine:
     Attributes:
         ctx: of a rank; an oracle has none.
         held: the parameters, in the order of their numbers.
+        before: the call before this one.
     """
 
     ctx: Any = None
+    before: tuple[str, ...] = ()
     held: Any
 
     def follow(
@@ -39,6 +41,7 @@ class Machine:
         for name, *words in program:
             with watching(name):
                 found = getattr(self, name)(*words)
+            self.before = (name, *words)
             if found is not None:
                 seen.append((" ".join((name, *words)), found))
         return seen

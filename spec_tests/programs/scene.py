@@ -122,7 +122,7 @@ AXES: Mapping[str, Mapping[str, Word]] = {
     },
     # Listed: every two children are one unit.
     "units": dict.fromkeys(("children", "layers", "nested", "root"), Word())
-    | {"listed": Word(level="production", toys=ALL_USED)},
+    | {"listed": Word(level="production", toys=(*ALL_USED, TWO_DTYPES))},
     "mesh": {
         "line": Word(),
         "2x2": Word((2, 2), sizes=(4,), refusable=SHARDS),

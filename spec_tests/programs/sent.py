@@ -244,7 +244,8 @@ def judge_step(
     __tracebackhide__ = True
     times = 1 if scene.is_held and scene.word("hints") == "unhinted" else 2
     module = TOYS[scene["toy"][0]].build(0)
-    units = 1 + len(lists_of(module, scene.word("units")))
+    dtypes = {p.dtype for p in module.parameters()}  # of a unit each may be a message
+    units = len(dtypes) * (1 + len(lists_of(module, scene.word("units"))))
     for rank, sent in enumerate(ranks):
         if _is_alone(rank, scene):
             continue

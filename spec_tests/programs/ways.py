@@ -178,17 +178,19 @@ class Shards(OnRank):
     def unshard(self, at_once: str) -> Named | None:
         options = {} if at_once == "now" else {"async_op": True}
         self.handles = [part.unshard(**options) for part in having(self.module, "unshard")]
-        if at_once != "now":
-            return None
+        return self._shown() if at_once == "now" else None
+
+    def _shown(self) -> Named:
         # One that is still a DTensor shows its own rows alone: full parameters are plain tensors.
         shown = ((n, getattr(p, "to_local", p.detach)()) for n, p in self.module.named_parameters())
         return {name: exact(value) for name, value in shown}
 
-    def wait(self) -> None:
+    def wait(self) -> Named | None:
         for handle in self.handles:
             if handle is not None:
                 handle.wait()
         self.handles = []
+        return self._shown() if self.before == ("unshard", "in-flight") else None
 
     def reshard(self) -> None:
         for part in having(self.module, "reshard"):

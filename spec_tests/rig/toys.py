@@ -228,8 +228,12 @@ class Mixed(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         narrow, wide = (x.to(dtype) for dtype in self.dtypes)
-        # Side by side, and remainders: the integers of bfloat16 end at 256.
-        parts = [self.narrow_in(narrow), self.wide(wide + self.offset), self.narrow_out(narrow)]
+        first = self.narrow_in(narrow).remainder(2.0)
+        # Side by side, and remainders: the integers of bfloat16 end at 256. Others have room for
+        # layers of which one follows the other: only then does a backward need weights.
+        if narrow.dtype != torch.bfloat16:
+            wide = wide + torch.cat([first, first], dim=-1)
+        parts = [first, self.wide(wide + self.offset), self.narrow_out(narrow)]
         return torch.cat([part.remainder(2.0).to(x.dtype) for part in parts], dim=-1)
 
 

@@ -26,10 +26,11 @@ Blind spots: no real concurrency, no CUDA, no transport errors, no timeouts; mod
 implementation are shared by all ranks. Threads and processes that an implementation starts by
 itself are not ranks: a collective issued there is refused (`NotSimulated`), and who blocks outside
 of a collective is told by the parent's clock. A future (`get_future`, as the reducer of DDP takes
-it) is complete when it is handed out: correct, but without overlap. MUST clauses are judged on
-gloo as well, and what a clause finds here is replayed there (`rig.judge.replay`): the message says
-if gloo shows it too. `needs()` says which hook a torch lacks; such a run is judged on gloo, with a
-notice, and clauses that need a schedule are "not here".
+it) is complete when it is handed out: correct, but without overlap. `Work.result()` gives what gloo
+gives, as long as the caller keeps the tensors: a simulated handle lives on until the body ends.
+MUST clauses are judged on gloo as well, and what a clause finds here is replayed there
+(`rig.judge.replay`): the message says if gloo shows it too. `needs()` says which hook a torch
+lacks; such a run is judged on gloo, with a notice, and clauses that need a schedule are "not here".
 
 Files: `schedule` (the input), `baton` (who runs, and what each rank has for itself), `meeting`
 (rendezvous, work, buffers in flight), `collectives` (what a run has under way), `kernels` (each

@@ -164,7 +164,10 @@ class Collectives:
         with BehindAutograd():
             extents = self._require_free(me, operation, inputs, outputs)
             copies = [tensor.data.clone() for tensor in inputs]
-            post = Post(rank, operation, alike, copies, call_site(), list(outputs), sizes)
+            size = len(place.ranks)
+            post = Post(
+                rank, operation, alike, copies, call_site(), list(outputs), sizes, ranks=size
+            )
             counts = self.issued[me]
             number = counts[place.name] = counts.get(place.name, 0) + 1
             self._last[me].append((post, number - 1, place.name))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -19,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from spec_tests.rig.sim.baton import Baton
-from spec_tests.rig.sim.faults import BufferInFlight, CollectiveMismatch, NotSimulated
+from spec_tests.rig.sim.faults import BufferInFlight, CollectiveMismatch, NotSimulated, SimError
 
 Tensors = Sequence[torch.Tensor]
 
@@ -35,6 +36,7 @@ class Post:
         inputs: copies of what it sends.
         sizes: for operations whose parts differ between ranks.
         where: file and line outside of torch.
+        ranks: how many the group has.
     """
 
     rank: int
@@ -45,6 +47,7 @@ class Post:
     outputs: list[torch.Tensor] = field(default_factory=list)
     sizes: tuple[list[int], list[int]] = ([], [])
     results: list[torch.Tensor] = field(default_factory=list)
+    ranks: int = 1
 
     def __str__(self) -> str:
         given = {name: value for name, value in self.alike.items() if value not in (None, ())}
@@ -255,6 +258,7 @@ class SimWork(dist.Work):
         self._sent: Tensors = ()
         self._extents: list[Extent] = []
         self._versions: list[int | None] = []
+        self._held: list[weakref.ref[torch.Tensor]] = []
 
     def watch(self, inputs: Tensors, extents: list[Extent]) -> None:
         """Keep an eye on the buffers until the wait; poison what will be overwritten.
@@ -264,6 +268,9 @@ class SimWork(dist.Work):
         """
         self._inputs, self._sent = inputs, self.post.inputs
         self._extents = extents
+        own = self.post.outputs or (() if self.post.operation == "gather" else inputs)
+        # Weak: this object lives until the body ends, and the caller's memory must not.
+        self._held = [weakref.ref(tensor) for tensor in own]
         for tensor in self.post.outputs:
             poison(tensor)
         self._versions = [version_of(tensor) for tensor in self.post.outputs]
@@ -297,16 +304,36 @@ class SimWork(dist.Work):
         """None: here operations do not fail."""
 
     def result(self) -> list[torch.Tensor]:
-        """Not kept: the tensors that were passed in hold the result."""
-        raise NotSimulated("Work.result() is not simulated, live ranks have it")
+        """Return the tensors that hold the result, as gloo does; they are the caller's.
+
+        Raises:
+            SimError: Nobody has waited. On gloo that depends on the timing.
+            NotSimulated: gloo gives no result of this operation, or the caller kept no tensor.
+        """
+        if self.post.operation.startswith(("reduce_scatter", "send", "receive")):
+            raise NotSimulated(f"gloo implements no result() of {self.post.operation}")
+        if not self.is_done:
+            raise SimError(
+                f"rank {self.owner} called result() of {self.post}, launched at {self.post.where}, "
+                "before wait()"
+            )
+        return self._tensors()
 
     def get_future(self) -> Any:
         """A future that is complete: C++ waits for it without giving the baton away."""
-        tensors = self.post.outputs or self._inputs
+        tensors = self._tensors()
         self.wait()
         future: Any = torch.futures.Future()
         future.set_result(tensors)
         return future
+
+    def _tensors(self) -> list[torch.Tensor]:
+        found = [tensor for held in self._held if (tensor := held()) is not None]
+        if len(found) < len(self._held):
+            raise NotSimulated("a simulated handle does not keep the tensors of an operation alive")
+        if self.post.operation == "all_gather_single":  # gloo has a view for each rank
+            return list(found[0].detach().chunk(self.post.ranks))
+        return found
 
     def source_rank(self) -> int:
         """Who sent what was received."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -102,7 +103,7 @@ def run(ctx: Context, batch: Batch) -> list[list[list[torch.Tensor]]]:
 
 def _run_one(ctx: Context, batch: Batch, number: int, made: list[Any]) -> list[list[torch.Tensor]]:
     held: list[list[torch.Tensor]] = []
-    pending: list[tuple[int, Any]] = []
+    pending: list[tuple[int, partial[None]]] = []
     for index, statement in enumerate(batch.programs[number]):
         if ctx.rank in (ranks := batch.groups[statement.group]):
             values = random.Random(f"{batch.seed} {number} {index} {ctx.rank}")
@@ -110,13 +111,21 @@ def _run_one(ctx: Context, batch: Batch, number: int, made: list[Any]) -> list[l
             tensors, work = OPERATIONS[statement.operation](call)
             held.append(tensors)
             if work is not None:
-                pending.append((index + (statement.wait_after or 0), work))
-        for due, work in [entry for entry in pending if entry[0] <= index]:
-            work.wait()
-            pending.remove((due, work))
-    for _, work in pending:
-        work.wait()
+                end = partial(_end, statement.operation, tensors, work)
+                pending.append((index + (statement.wait_after or 0), end))
+        for due, end in [entry for entry in pending if entry[0] <= index]:
+            end()
+            pending.remove((due, end))
+    for _, end in pending:
+        end()
     return held
+
+
+def _end(operation: str, tensors: list[torch.Tensor], work: Any) -> None:
+    """Wait; what the handle and its future then give is held as well."""
+    work.wait()
+    if operation not in WITHOUT_RESULT:
+        tensors += [*work.result(), *work.get_future().value()]
 
 
 class _Call:
@@ -247,6 +256,8 @@ ASYNCHRONOUS: dict[str, Callable[[_Call], _Result]] = {
 """Operation to a function that returns the tensors that it fills, and its work."""
 if torch.__version__ < "2.12":  # as versions compare, not as strings
     del ASYNCHRONOUS["all_to_all"]  # of lists: gloo had none, and there is nothing to agree with
+WITHOUT_RESULT = ("reduce", "reduce_scatter", "reduce_scatter_single", "coalesced")
+"""Of a `reduce` the root alone has one; of the others gloo has none."""
 OPERATIONS = ASYNCHRONOUS | {
     "functional": _functional,
     "ring": _ring,

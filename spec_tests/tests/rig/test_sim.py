@@ -103,6 +103,8 @@ def misuse(ctx: Context, how: str) -> torch.Tensor:
         tensor.fill_(5.0)
     if how == "again":
         dist.all_reduce(tensor[2:])
+    if how == "ask":
+        work.result()
     early = tensor.clone() if how == "read" else tensor
     work.wait()
     return early
@@ -110,7 +112,11 @@ def misuse(ctx: Context, how: str) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("how", "kind"),
-    [("forget", "UnwaitedWork"), *((h, "BufferInFlight") for h in ("write", "change", "again"))],
+    [
+        ("forget", "UnwaitedWork"),
+        ("ask", "SimError"),
+        *((h, "BufferInFlight") for h in ("write", "change", "again")),
+    ],
 )
 def test_a_handle_that_is_misused_is_an_error_with_its_place(worlds: Worlds, how: str, kind: str):
     with pytest.raises(RankRaised, match=r"test_sim\.py:\d+") as caught:
