@@ -110,4 +110,4 @@ def test_every_gather_and_every_reduction_is_waited_for(world, subject):
 
     Also a gather that was launched ahead and then not needed: its buffer may be freed in flight.
     """
-    same_as_alone(world, subject, TWO_STEPS)
+    same_as_alone(schedules.strict(world), subject, TWO_STEPS)

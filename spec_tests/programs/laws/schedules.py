@@ -37,3 +37,8 @@ def drawn(test: Callable[..., None]) -> Callable[..., None]:
 def under(world: World, schedule: Schedule) -> World:
     """The world by a schedule; another clause judges work that is never waited for."""
     return world.scheduled(replace(schedule, unwaited="ignore"))
+
+
+def strict(world: World) -> World:
+    """The world in which every launch has to be waited for, also a gather that nobody uses."""
+    return world.scheduled(Schedule(unwaited="error"))

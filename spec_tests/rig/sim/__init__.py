@@ -14,7 +14,7 @@ What a run on it can tell and live ranks cannot:
   than the first poster of the same group is told so (`CollectiveMismatch`, naming both ranks).
 - Results appear when `wait()` returns and not before: until then outputs hold NaN, or the smallest
   integer. Writing to a buffer in flight is an error (`BufferInFlight`), and so is work that nobody
-  has waited for when the body ends (`UnwaitedWork`; `Schedule(unwaited="ignore")` allows it).
+  has waited for when the body ends (`UnwaitedWork`; `Schedule.unwaited` says which work).
 
 How. The whole world lives in one forked process per implementation and size, so that the parent
 stays clean and a body that blocks or dies takes nothing along. torch's process groups are real;

@@ -62,10 +62,12 @@ class Collectives:
             f"{post} #{number} of {name}" for post, number, name in tuple(self._last[rank])
         )
 
-    def unwaited(self, rank: int) -> list[str]:
-        """What `rank` has launched and not waited for, in words."""
+    def unwaited(self, rank: int, *, gathers: bool) -> list[str]:
+        """What `rank` has launched and not waited for, in words; with `gathers` those as well."""
         return [
-            f"{w.post}, launched at {w.post.where}" for w in self.launched[rank] if not w.is_done
+            f"{w.post}, launched at {w.post.where}"
+            for w in self.launched[rank]
+            if not w.is_done and (gathers or "gather" not in w.post.operation)
         ]
 
     def give_up_guard(self, rank: int) -> None:

@@ -61,8 +61,8 @@ class _Context(live.Context):
         self.host.now.give_up_guard(self.rank)
 
     def finish(self) -> None:
-        left = self.host.now.unwaited(self.rank) if self.schedule.unwaited == "error" else []
-        if left:
+        left = self.host.now.unwaited(self.rank, gathers=self.schedule.unwaited == "error")
+        if left and self.schedule.unwaited != "ignore":
             raise UnwaitedWork(
                 f"rank {self.rank} has left the body and nobody has waited for "
                 + "; ".join(left[:4])

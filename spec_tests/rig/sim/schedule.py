@@ -26,7 +26,9 @@ class Schedule:
         choices: of the policy "drawn"; each picks one of the ranks that could go on.
         straggler: a rank that runs only when no other can.
         late: how often, at most, a finished operation still says that it is not (`is_completed`).
-        unwaited: "error", or "ignore": what it is to leave work behind that nobody waited for.
+        unwaited: which work nobody may leave behind without a wait: "error" means any, "ignore"
+            none. By default a gather may be left: what was gathered ahead and never used, say for
+            a backward that does not come, harms nobody, and who reads it early reads poison.
     """
 
     policy: str = "lowest"
@@ -34,7 +36,7 @@ class Schedule:
     choices: tuple[int, ...] = ()
     straggler: int | None = None
     late: int = 0
-    unwaited: str = "error"
+    unwaited: str = "gathers may be left"
 
     @property
     def interrupts(self) -> bool:

@@ -72,8 +72,9 @@ def unlike(ctx: Context, what: str) -> None:
         "dtypes": lambda: dist.all_reduce(tensor.float()),
         "reduce operator": lambda: dist.all_reduce(tensor, op=dist.ReduceOp.MAX),
         "root": lambda: dist.broadcast(tensor, ctx.rank),
+        "parts": lambda: programs.gather(tensor[:3], torch.ones(2 - ctx.rank).double()),
     }
-    if what == "root" or ctx.rank == 1:
+    if what in ("root", "parts") or ctx.rank == 1:
         calls[what]()
     else:
         dist.all_reduce(tensor)
@@ -95,7 +96,10 @@ def misuse(ctx: Context, how: str) -> torch.Tensor:
         work = programs.gather(torch.zeros(8), tensor, async_op=True)
     else:
         work = dist.all_reduce(tensor, async_op=True)
-    if how == "forget":
+    if how == "gather":
+        programs.gather(torch.zeros(8), torch.zeros(4), async_op=True)
+        work.wait()
+    if how in ("forget", "gather"):
         return tensor
     if how in ("write", "change"):
         tensor.fill_(5.0)
@@ -121,6 +125,14 @@ def test_who_reads_before_the_wait_reads_poison(worlds: Worlds):
     assert all(torch.equal(seen, torch.full((4,), 3.0)) for seen in sim(worlds).run(misuse, ""))
     lenient = sim(worlds).scheduled(Schedule(unwaited="ignore"))
     assert all(seen.isnan().all() for seen in lenient.run(misuse, "forget"))
+
+
+def test_a_gather_that_nobody_used_is_judged_where_every_launch_is(worlds: Worlds):
+    assert all(
+        torch.equal(seen, torch.full((4,), 3.0)) for seen in sim(worlds).run(misuse, "gather")
+    )
+    with pytest.raises(RankRaised, match="waited for all_gather"):
+        sim(worlds).scheduled(Schedule(unwaited="error")).run(misuse, "gather")
 
 
 def private(ctx: Context) -> tuple[object, ...]:
@@ -232,6 +244,10 @@ def call_with_two(ctx: Context) -> None:
 def test_what_the_world_or_a_forward_says_is_no_refusal(worlds: Worlds, body, said: str):
     with pytest.raises(RankRaised, match=said):
         refusal.answer_or_refusal(sim(worlds), *body)
+
+
+def test_sizes_that_do_not_fit_are_refused_by_each_rank_itself(worlds: Worlds):
+    assert refusal.answer_or_refusal(sim(worlds), unlike, "parts") is None
 
 
 # --------------------------------------------------------------------- what it computes, and gloo
