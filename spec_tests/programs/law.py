@@ -36,6 +36,8 @@ from spec_tests.rig.ranks.world import World
 
 LOOKS = ("sent", "afterwards", "form")
 """The observers, see `look`."""
+SENT = {"sent", "silent"}
+"""Observers of what calls send: how much, which `production` bounds, or only whether they may."""
 RATIOS = ("summed", "divided-twice")
 """Faults that are known by the ratio of what is seen to what is right."""
 EXACT = ("sgd", "momentum", "counts-steps", "counts-later")
@@ -95,7 +97,7 @@ def follow(
     # Of two steps each: the signs are back.
     before = look.warmed_step(rank) if "afterwards" in looks else None
     sends = sent.Sent(rank)
-    seen = rank.follow(program, *[sends.watching] * ("sent" in looks))
+    seen = rank.follow(program, *[sends.watching] * bool(SENT & {*looks}))
     return {
         "seen": seen,
         "sent": sends.calls,
@@ -137,7 +139,7 @@ def same_as_alone(
     """Every rank must see what one process sees, call by call; or refuse what may be refused.
 
     Args:
-        looks: which of `LOOKS` judge as well; True for all.
+        looks: which of `LOOKS` and `SENT` judge as well; True for all of `LOOKS`.
         values: whether values judge; a clause on traffic does not fail for wrong ones. Of a
             trainer: whether the losses of evaluations judge; weights always do.
         given: what else is given, for messages.
@@ -187,10 +189,11 @@ def _judge_looks(
 ) -> None:
     __tracebackhide__ = True
     situation = written(scene, program)
-    if "sent" in looks:
-        sent.judge_calls([rank["sent"] for rank in ranks], subject, scene, program)
+    if SENT & {*looks}:
+        calls = [rank["sent"] for rank in ranks]
+        sent.judge_calls(calls, subject, scene, program, amounts="sent" in looks)
         if subject in SHARDS:
-            sent.judge_shown([rank["sent"] for rank in ranks], scene, program)
+            sent.judge_shown(calls, scene, program)
     if "afterwards" in looks:
         steps = [rank["afterwards"] for rank in ranks]
         look.judge_afterwards(steps, scene["toy"][0], situation)
