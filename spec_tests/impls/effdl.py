@@ -9,6 +9,8 @@ attributes `reshard_after_backward` and `reduce_grads`. What the adapter adds:
     the root       the exercise shards leaves and blocks; units below a module are out of its sight
                    while it is sharded, so that only what they left is sharded with it
     setters        set_requires_gradient_sync and set_reshard_after_backward set the attributes
+    by hand        `unshard` and `reshard` are steps of the exercise's hooks: the first launches a
+                   gather, which `wait_for_unshard` finishes. No script calls them: not offered
     inputs         are cast to param_dtype, as the exercise's model does for itself
     mesh           the whole world, where none is given
 
@@ -20,6 +22,7 @@ is stood in for on a CPU (`rig.ranks.pretended_cuda`).
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -144,6 +147,7 @@ class _Sharder:
                     mp_policy=policy.theirs,
                 )
         self._add_setters(module)
+        _keep_for_hooks(module)
         return module
 
     def _context_of(self, module: nn.Module, device: str) -> Any:
@@ -185,6 +189,23 @@ class _Sharder:
         for name, function in setters.items():
             if not hasattr(module, name):
                 object.__setattr__(module, name, MethodType(function, module))
+
+
+def _keep_for_hooks(module: nn.Module) -> None:
+    for name in ("unshard", "reshard"):
+        if hasattr(module, name):
+            object.__setattr__(module, name, _not_by_hand(getattr(module, name)))
+
+
+def _not_by_hand(step: Any) -> Any:
+    def method(*args: Any, **options: Any) -> Any:
+        if str(sys._getframe(1).f_globals.get("__name__")).startswith("spec_tests."):
+            raise NotImplementedError(
+                f"{step.__name__} by hand: the exercise's hooks alone call it"
+            )
+        return step(*args, **options)
+
+    return method
 
 
 _CONTEXT = "_comm_ctx_of_all_units"

@@ -92,6 +92,10 @@ FAULTS: dict[str, Fault] = {
         "the rank's own local gradient: it was never reduced",
         lambda s, r: r.size * (s.rank == r.rank),
     ),
+    "local-divided": Fault(
+        "the rank's own local gradient, divided by the number of ranks: it was never reduced",
+        lambda s, r: s.rank == r.rank,
+    ),
     "divided-twice": Fault("divided by the number of ranks twice", lambda s, r: 1 / r.size),
     "divided-by-world": Fault(
         "divided by the size of the world in place of the group",

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import tempfile
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,11 +24,11 @@ from spec_tests.programs.faults import FAULTS, RIGHT
 from spec_tests.programs.laws import refusal
 from spec_tests.programs.pieces import put_together
 from spec_tests.programs.scene import AXIS_OF, OPTIMIZER, REPLICAS, SHARDS, TRAINERS, Scene
-from spec_tests.programs.stepped import ADDED, Divided, Stepped
+from spec_tests.programs.stepped import ADDED, Deaf, Divided, Stepped
 from spec_tests.programs.ways import WAYS
 from spec_tests.programs.words import MEANS
 from spec_tests.rig import judge
-from spec_tests.rig.judge.oracle import Gradients, once, parameters, zeros_for_none
+from spec_tests.rig.judge.oracle import Gradients, Named, once, parameters, zeros_for_none
 from spec_tests.rig.judge.symptoms import Hint
 from spec_tests.rig.judge.tolerance import Tolerance, exact, rounding
 from spec_tests.rig.ranks.rank import Context
@@ -36,6 +36,9 @@ from spec_tests.rig.ranks.world import World
 
 LOOKS = ("sent", "afterwards", "form")
 """The observers, see `look`."""
+SENT = {"sent", "silent"}
+"""Observers of what calls send: how much, which `production` bounds, or only whether they may."""
+DEAF = "a change of `param_groups` is not followed: the inner optimizer has its own options"
 RATIOS = ("summed", "divided-twice")
 """Faults that are known by the ratio of what is seen to what is right."""
 EXACT = ("sgd", "momentum", "counts-steps", "counts-later")
@@ -95,7 +98,7 @@ def follow(
     # Of two steps each: the signs are back.
     before = look.warmed_step(rank) if "afterwards" in looks else None
     sends = sent.Sent(rank)
-    seen = rank.follow(program, *[sends.watching] * ("sent" in looks))
+    seen = rank.follow(program, *[sends.watching] * bool(SENT & {*looks}))
     return {
         "seen": seen,
         "sent": sends.calls,
@@ -137,7 +140,7 @@ def same_as_alone(
     """Every rank must see what one process sees, call by call; or refuse what may be refused.
 
     Args:
-        looks: which of `LOOKS` judge as well; True for all.
+        looks: which of `LOOKS` and `SENT` judge as well; True for all of `LOOKS`.
         values: whether values judge; a clause on traffic does not fail for wrong ones. Of a
             trainer: whether the losses of evaluations judge; weights always do.
         given: what else is given, for messages.
@@ -176,10 +179,11 @@ def _judge_looks(
 ) -> None:
     __tracebackhide__ = True
     situation = written(scene, program)
-    if "sent" in looks:
-        sent.judge_calls([rank["sent"] for rank in ranks], subject, scene, program)
+    if SENT & {*looks}:
+        calls = [rank["sent"] for rank in ranks]
+        sent.judge_calls(calls, subject, scene, program, amounts="sent" in looks)
         if subject in SHARDS:
-            sent.judge_shown([rank["sent"] for rank in ranks], scene, program)
+            sent.judge_shown(calls, scene, program)
     if "afterwards" in looks:
         steps = [rank["afterwards"] for rank in ranks]
         look.judge_afterwards(steps, scene["toy"][0], situation)
@@ -251,13 +255,24 @@ def _reduces_again(program: Program, scene: Scene, subject: str, size: int) -> b
     return any(more > 1 or (more and a.is_reduced) for a, more in added)
 
 
-def judge_updates(ranks: Sequence[Any], situation: str) -> None:
-    """After each call every rank must hold the weights that the plain optimizer gives."""
+def judge_updates(
+    ranks: Sequence[Any], situation: str, wrong: Mapping[str, Callable[[], Any]] | None = None
+) -> None:
+    """After each call every rank must hold the weights that the plain optimizer gives.
+
+    Args:
+        wrong: what a mistake means, and what it shows at each call.
+    """
     __tracebackhide__ = True
     scene, program = read(situation)
     alone = once(("stepped", situation), lambda: Stepped(scene).follow(program))
+    wrong = {DEAF: lambda: Deaf(scene).follow(program), **(wrong or {})}
     never = once(("never", situation), lambda: Stepped(scene).weights())
     before = never
+
+    def at(shows: Callable[[], Any], number: int) -> Named:
+        return shows()[number][1]  # type: ignore[no-any-return]  # what a call shows
+
     for number, (call, weights) in enumerate(alone):
         for dtype in dict.fromkeys(value.dtype for value in weights.values()):
             names = [name for name, value in weights.items() if value.dtype == dtype]
@@ -272,6 +287,7 @@ def judge_updates(ranks: Sequence[Any], situation: str) -> None:
                         {name: torch.full_like(weights[name], ADDED) for name in names} | before,
                     ),
                     Hint("the initial weight: it was never updated", never),
+                    *(Hint(means, partial(at, shows, number)) for means, shows in wrong.items()),
                 ],
                 given=judge.SITUATION.get().given or situation,
             )

@@ -122,9 +122,18 @@ class OneProcess:
         self.size, self.position, self.declares, self.fault = size, position, declares, fault
         self.accumulation, self.max_norm = scene["micro-batches"], scene["clipping"]
         self.module = module_of(scene, plus=plus + position * (fault == "own-start"))
+        if fault == "frozen-trains":
+            self.module.requires_grad_(True)
+        if fault == "untied":
+            self._untie()
         self.optimizer = MakeOptimizer.of(scene)(self.module.named_parameters())
         self.rates = [group["lr"] for group in self.optimizer.param_groups]
         self.saved: dict[str, Any] = {}
+
+    def _untie(self) -> None:
+        for part in self.module.modules():
+            for name, old in part.named_parameters(recurse=False):
+                setattr(part, name, nn.Parameter(old.detach().clone(), old.requires_grad))
 
     def step(self, micro_batches: Sequence[Any]) -> torch.Tensor:
         """Accumulate, clip once, step."""
@@ -221,5 +230,7 @@ FAULTS = {
     "never-clears": "gradients of the steps before are still in it: they were not cleared",
     "own-start": "trained from the rank's own weights, and not from the first rank's",
     "own-alone": "this rank's micro-batches alone: gradients were not reduced",
+    "frozen-trains": "frozen weights are trained: Parameters made anew require gradients",
+    "untied": "a tied weight is trained by its first name's gradient alone: the tie is lost",
     "swallows": "an exception of the caller's code is swallowed",
 }

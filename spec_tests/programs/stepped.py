@@ -123,6 +123,26 @@ class Stepped(Machine):
         return self.weights()
 
 
+class Deaf(Stepped):
+    """A wrong one: what is written into `param_groups` changes nothing."""
+
+    def rate(self, factor: str) -> None:
+        """Leave the rate as it is."""
+
+    def decay(self) -> None:
+        """Leave the weight decay as it is."""
+
+
+class Forgetful(Stepped):
+    """A wrong one: a load brings the weights alone."""
+
+    @torch.no_grad()
+    def load(self, how: str) -> Named:
+        for name, value in self.saved[0].items():
+            self.parameters[name].copy_(value)
+        return self.weights()
+
+
 class Divided(Stepped):
     """The same with the implementation's sharded optimizer, on a rank."""
 

@@ -39,7 +39,7 @@ def test_nothing_is_sent_inside_no_sync(world, subject, situation):
 
     The numbers are right either way: only a look at the traffic tells.
     """
-    same_as_alone(world, subject, situation, looks=("sent",), values=False)
+    same_as_alone(world, subject, situation, looks=("silent",), values=False)
 
 
 @clause("ddp.no-sync.keeps-local-sums", source="contract: local-sums; " + NO_SYNC)
@@ -113,7 +113,7 @@ def test_an_exception_inside_no_sync_does_not_leave_it_on(world, subject):
 )
 def test_an_inner_window_does_not_end_the_outer_one(world, subject):
     """Leaving a nested `no_sync` MUST restore the outer one, which still sends nothing."""
-    same_as_alone(world, subject, "mlp: nested 0 1, backward 2", looks=("sent",), values=False)
+    same_as_alone(world, subject, "mlp: nested 0 1, backward 2", looks=("silent",), values=False)
 
 
 @clause(

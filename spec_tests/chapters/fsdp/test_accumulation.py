@@ -50,7 +50,7 @@ def test_a_micro_batch_that_is_not_reduced_sends_no_gradient(world, subject):
     The numbers are right either way: only a look at the traffic tells.
     """
     situation = "even: backward 5, zero_grad none, accumulate 0, accumulate 1"
-    same_as_alone(world, subject, situation, looks=("sent",), values=False)
+    same_as_alone(world, subject, situation, looks=("silent",), values=False)
 
 
 @clause(

@@ -147,7 +147,7 @@ def two(ctx, subject, scenes, order):
 @pytest.mark.parametrize("second", ["same-class", "other-class"])
 def test_two_trainers_do_not_disturb_each_other(world, subject, order, second):
     """Two trainers in one process MUST each train as if it were alone, with its own settings."""
-    toy = "mlp" if second == "same-class" else "tied"
+    toy = "mlp" if second == "same-class" else "ragged"
     scenes = [Scene.of("mlp momentum of-two"), Scene.of(f"{toy} clipped")]
     ranks = world.run(two, subject, scenes, order)
 

@@ -19,7 +19,7 @@ from spec_tests.programs.calls import parsed
 from spec_tests.programs.law import judge_updates, same_as_alone
 from spec_tests.programs.laws import footprint
 from spec_tests.programs.scene import Scene
-from spec_tests.programs.stepped import Divided, Stepped
+from spec_tests.programs.stepped import Divided, Forgetful, Stepped
 from spec_tests.rig import judge
 from spec_tests.rig.clause import clauses
 from spec_tests.rig.judge.tolerance import rounding
@@ -183,12 +183,13 @@ def test_taking_the_full_state_changes_nothing(world, subject):
 
 
 BEGUN, GO_ON = f"{steps(1, 2)}, save", f"load copied, {steps(3, 4, 6)}"
+HELD = steps(5)
 
 
 def goes_on(ctx, scene, saved):
     """Weights of a run that goes on from what was saved; what it held before must not matter."""
     stepped = Divided(ctx, Scene.of(scene))
-    stepped.follow(parsed(steps(5)))
+    stepped.follow(parsed(HELD))
     stepped.saved = saved
     return stepped.follow(parsed(GO_ON))
 
@@ -219,7 +220,14 @@ def test_it_goes_on_from_the_unsharded_optimizers_state(world):
     before = alone.follow(parsed(begun))
     ranks = world.run(goes_on, GROUPED, alone.saved)
 
-    judge_updates([before + seen for seen in ranks], f"{GROUPED}: {begun}, {GO_ON}")
+    def forgotten():
+        own = Forgetful(Scene.of(GROUPED))
+        own.follow(parsed(HELD))
+        own.saved = alone.saved
+        return before + own.follow(parsed(GO_ON))
+
+    wrong = {"the state was not loaded: training goes on with what it held before": forgotten}
+    judge_updates([before + seen for seen in ranks], f"{GROUPED}: {begun}, {GO_ON}", wrong)
 
     counters = {counter for seen in world.run(loaded_counters) for counter in seen}
     judge.holds(

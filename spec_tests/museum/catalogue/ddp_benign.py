@@ -59,6 +59,17 @@ DDP.benign(
     does="Reduce-scatter and gather.",
 )
 
+DDP.benign(
+    "benign.padded-buckets",
+    "  flat = torch.cat(parts) / self.size()",
+    "+ flat = torch.cat([flat, flat.new_zeros(-flat.numel() % 256)])",
+    "...",
+    "- pieces = flat.split([parameter.numel() for parameter in whole])",
+    "+ sizes = [parameter.numel() for parameter in whole]",
+    "+ pieces = flat[: sum(sizes)].split(sizes)",
+    does="Sends buffers of a fixed size, as fairseq's LegacyDistributedDataParallel does.",
+)
+
 
 class Exchange:
     """A mean that each rank forms of its own part, by messages between two ranks."""

@@ -88,6 +88,7 @@ class Kernels:
         self, output: Any, input: Any, group: Any, operator: Any, *rest: Any
     ) -> Any:
         """Rank i gets the sum of the i-th parts."""
+        _require_parts(input, output, group)
         name = "reduce_scatter_single"
         return output, self._scatter_sums(name, [output], [input], group, operator, _rows)
 
@@ -131,6 +132,7 @@ class Kernels:
 
     def _allgather_base_(self, output: Any, input: Any, group: Any, *rest: Any) -> Any:
         """Likewise, into one tensor."""
+        _require_parts(output, input, group)
         return output, self._post("all_gather_single", [output], [input], group, _joined)
 
     def allgather_into_tensor_coalesced_(
@@ -203,6 +205,16 @@ class Kernels:
 
 def _rank_in(group: Any) -> int:
     return int(dist.ProcessGroup.unbox(group).rank())  # type: ignore[attr-defined]  # not in stubs
+
+
+def _require_parts(whole: torch.Tensor, part: torch.Tensor, group: Any) -> None:
+    """Live backends refuse this on the rank itself, before anything is compared with its peers."""
+    size = dist.ProcessGroup.unbox(group).size()  # type: ignore[attr-defined]  # not in stubs
+    if whole.numel() != size * part.numel():
+        raise RuntimeError(
+            f"expected a tensor of {size} parts, one of {part.numel()} elements for each rank, "
+            f"got one of {whole.numel()} elements"
+        )
 
 
 def _first_inputs(posts: list[Post]) -> Tensors:

@@ -124,6 +124,21 @@ def test_all_units_of_a_model_share_one_context():
     assert [contexts.index(each) for each in contexts] == [0, 0, 0, 3, 3, 3]
 
 
+def test_a_unit_of_efficient_dl_is_gathered_by_its_hooks_alone():
+    """There `unshard` only launches a gather, so a unit looks sharded after a call of the suite."""
+    fully_shard = effdl.offer(CHECKOUTS / "effdl" / "fsdp.py", "cpu").fully_shard
+    mesh: Any = SimpleNamespace(ndim=1, device_type="cpu", size=lambda: 1)
+    calls: list[int] = []
+    fully_shard.file.fully_shard = lambda unit, **_: setattr(
+        unit, "unshard", lambda: calls.append(1)
+    )
+    unit: Any = fully_shard(torch.nn.Linear(2, 2), mesh=mesh)
+    with pytest.raises(NotImplementedError, match="by hand"):
+        unit.unshard()
+    exec("unit.unshard()", {"__name__": "fsdp", "unit": unit})  # as a hook of the file does
+    assert calls == [1]
+
+
 # ------------------------------------------------------------------------------------- the course
 
 

@@ -72,8 +72,9 @@ def unlike(ctx: Context, what: str) -> None:
         "dtypes": lambda: dist.all_reduce(tensor.float()),
         "reduce operator": lambda: dist.all_reduce(tensor, op=dist.ReduceOp.MAX),
         "root": lambda: dist.broadcast(tensor, ctx.rank),
+        "parts": lambda: programs.gather(tensor[:3], torch.ones(2 - ctx.rank).double()),
     }
-    if what == "root" or ctx.rank == 1:
+    if what in ("root", "parts") or ctx.rank == 1:
         calls[what]()
     else:
         dist.all_reduce(tensor)
@@ -249,6 +250,10 @@ def call_with_two(ctx: Context) -> None:
 def test_what_the_world_or_a_forward_says_is_no_refusal(worlds: Worlds, body, said: str):
     with pytest.raises(RankRaised, match=said):
         refusal.answer_or_refusal(sim(worlds), *body)
+
+
+def test_sizes_that_do_not_fit_are_refused_by_each_rank_itself(worlds: Worlds):
+    assert refusal.answer_or_refusal(sim(worlds), unlike, "parts") is None
 
 
 # --------------------------------------------------------------------- what it computes, and gloo

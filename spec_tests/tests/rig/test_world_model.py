@@ -12,12 +12,13 @@ import pytest
 import torch
 
 from spec_tests.impls import parse
-from spec_tests.programs import declared, draw, explore, law, seeds, shrink
+from spec_tests.programs import declared, draw, explore, law, seeds, shrink, trained
 from spec_tests.programs.alone import SEED, exposed
 from spec_tests.programs.calls import VERBS, after, parsed, spelled
 from spec_tests.programs.faults import FAULTS
 from spec_tests.programs.pieces import Piece, put_together
 from spec_tests.programs.scene import AXES_OF, Scene
+from spec_tests.programs.stepped import Deaf
 from spec_tests.rig import strategies
 from spec_tests.rig.judge import Situation, Violation, judging, runner, violated
 from spec_tests.rig.ledger import load_all
@@ -229,6 +230,27 @@ def test_observers_see_what_values_do_not_show(worlds, fault):
     law.same_as_alone(world, "fully_shard", line)
     with judging(Situation()), pytest.raises(Violation, match=said):
         law.same_as_alone(world, "fully_shard", line, looks=True)
+
+
+@pytest.mark.parametrize(
+    ("fault", "line", "said"),
+    [
+        ("deaf", "even adamw: rate 0.5, deal 1 all, update", "inner optimizer has its own options"),
+        ("frozen-trains", "frozen momentum: train 1", "frozen weights are trained"),
+        ("untied", "tied momentum: train 1", "the tie is lost"),
+    ],
+)
+def test_a_mistake_of_an_optimizer_or_a_trainer_has_its_name(fault, line, said):
+    scene, program = law.read(line)
+
+    def judge() -> None:
+        if fault == "deaf":
+            return law.judge_updates([Deaf(scene).follow(program)], line)
+        seen = trained.alone(scene, program, 1, 0, {}, fault)
+        return trained.judge_trained([{"declares": {}, "seen": seen}], scene, program, line)
+
+    with judging(Situation()), pytest.raises(Violation, match=said):
+        judge()
 
 
 def test_pieces_are_put_together_and_one_that_is_missing_is_missed():
