@@ -50,11 +50,7 @@ def main(arguments: Sequence[str]) -> int:
         help="with --accepted: one case of each clause, on two ranks",
     )
     parser.add_argument("--margins", action="store_true", help="of each clause about numbers")
-    parser.add_argument(
-        "--transport",
-        choices=("gloo", "sim"),
-        help="of the ranks: gloo by default, with --brief one of both for each impostor",
-    )
+    parser.add_argument("--transport", choices=("gloo", "sim"), help="gloo; --brief: by turns")
     parser.add_argument("--only", default="*", help="glob over impostor ids")
     parser.add_argument(
         "--side-by-side", type=int, default=os.cpu_count() or 1, help="processes; one per core"
