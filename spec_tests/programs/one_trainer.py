@@ -28,6 +28,24 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     # A momentum that decays by less in a step than bfloat16 can tell.
     "lasting": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.999, "weight_decay": 0.0}),
 }
+STANDS_IN = "stands in"
+"""Key, beside what a trainer declares, of the optimizer used in place of one that it refused."""
+
+
+def _stand_in(
+    cls: type[torch.optim.Optimizer], options: dict[str, Any]
+) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+    """Return SGD for AdamW, and for SGD an AdamW whose updates are nearly linear in the gradient.
+
+    Beside a large eps a constant factor of the gradient is seen, and rounding a gradient near zero
+    does not turn the sign of a step.
+    """
+    if cls is torch.optim.AdamW:
+        return OPTIMIZERS["momentum"]
+    eps, betas = 16.0, (options["momentum"] or 0.9, 0.95)
+    decay = options["weight_decay"] / eps
+    lr = eps * options["lr"]
+    return torch.optim.AdamW, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": decay}
 
 
 @dataclass(frozen=True)
@@ -39,9 +57,10 @@ class MakeOptimizer:
     matrices: frozenset[str] | None = None
 
     @classmethod
-    def of(cls, scene: Scene) -> MakeOptimizer:
-        """Return that of a scene."""
-        found = cls(*OPTIMIZERS[scene.word("moments")])
+    def of(cls, scene: Scene, *, stands_in: bool = False) -> MakeOptimizer:
+        """Return that of a scene, or with `stands_in` the one that may stand in for it."""
+        own = OPTIMIZERS[scene.word("moments")]
+        found = cls(*(_stand_in(*own) if stands_in else own))
         if scene.word("groups") == "one-group":
             return found
         named = TOYS[scene["toy"][0]].model().named_parameters()
@@ -122,7 +141,8 @@ class OneProcess:
         self.size, self.position, self.declares, self.fault = size, position, declares, fault
         self.accumulation, self.max_norm = scene["micro-batches"], scene["clipping"]
         self.module = module_of(scene, plus=plus + position * (fault == "own-start"))
-        self.optimizer = MakeOptimizer.of(scene)(self.module.named_parameters())
+        make = MakeOptimizer.of(scene, stands_in=STANDS_IN in declares)
+        self.optimizer = make(self.module.named_parameters())
         self.rates = [group["lr"] for group in self.optimizer.param_groups]
         self.saved: dict[str, Any] = {}
 
