@@ -189,9 +189,10 @@ class OneProcess:
 
     def _fill(self) -> None:
         """Zeros where nothing arrived, if that is what the implementation declares."""
+        fills_all, is_declared = self.fault == "fills", self.declares.get("unused") == "zero"
         for parameter in self.module.parameters():
-            is_absent = parameter.grad is None and parameter.requires_grad
-            if is_absent and self.declares.get("unused") == "zero":
+            is_due = fills_all or (is_declared and parameter.requires_grad)
+            if parameter.grad is None and is_due:
                 parameter.grad = torch.zeros_like(parameter)
 
     def evaluate(self, batch: Any) -> torch.Tensor:
@@ -238,6 +239,7 @@ FAULTS = {
     "first-rank": "the first rank's micro-batches alone",
     "unclipped": "not clipped",
     "clips-each": "clipped after every micro-batch and not once per step",
+    "fills": "weight decay or momentum was applied to a parameter without a gradient",
     "never-clears": "gradients of the steps before are still in it: they were not cleared",
     "own-start": "trained from the rank's own weights, and not from the first rank's",
     "own-alone": "this rank's micro-batches alone: gradients were not reduced",
