@@ -217,8 +217,8 @@ def _shown(cell: Cell) -> tuple[Any, ...]:
         words, kind = raised[1], raised[1].partition(":")[0]
         if not place:  # of work that nobody waited for it is known where it was launched
             launched = _LAUNCHED.search(words)
-            at = [("raised", kind, launched[1])] if launched else []
-            return words, ("raised", words), *at
+            signs: tuple[Any, ...] = (("raised", kind, launched[1]),) if launched else ()
+            return words, ("raised", words), *signs
         if _is_in_a_model(message):
             alike = _OF_ONE_RUN.sub("", words)
             text = f"a module that {place} calls raises {words}"

@@ -139,6 +139,9 @@ def build_trainer(module, make, **options):
     trainer.optimizer.step = on_zeros
     return trainer
 """
+TWICE_FREED = "libc.malloc.restype = p = ctypes.c_void_p; a = p(libc.malloc(9)); " + (
+    "libc.free(a); libc.free(a)"
+)
 OF_ATTENTION = {"subject": "flash_attention", "case": "none"}
 INSTALL, NOT_SIMULATED = "python -m pip install no_such_package", "Work.result() is not simulated"
 ROWS = {
@@ -167,6 +170,11 @@ ROWS = {
     "a module that was moved": Row(MOVED.format("pass"), PASSED, (), "ddp.footprint.gradients", {}),
     "a module that was moved, and copied twice": Row(
         MOVED.format(TWICE), FAILED, (), "ddp.footprint.gradients", {}
+    ),
+    "a heap that is damaged": Row(
+        calling(f"import ctypes; libc = ctypes.CDLL(None); {TWICE_FREED}"),
+        DIED,
+        ("killed by SIGABRT\nlikely: native code read or wrote memory that is not its own",),
     ),
     "no module": Row(
         "def ddp(module, *, process_group=None):\n    pass\n",
