@@ -28,6 +28,24 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     # A momentum that decays by less in a step than bfloat16 can tell.
     "lasting": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.999, "weight_decay": 0.0}),
 }
+STANDS_IN = "stands in"
+"""Key, beside what a trainer declares, of the optimizer used in place of one that it refused."""
+
+
+def _stand_in(
+    cls: type[torch.optim.Optimizer], options: dict[str, Any]
+) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+    """Return SGD for AdamW, and for SGD an AdamW whose updates are nearly linear in the gradient.
+
+    Beside a large eps a constant factor of the gradient is seen, and rounding a gradient near zero
+    does not turn the sign of a step.
+    """
+    if cls is torch.optim.AdamW:
+        return OPTIMIZERS["momentum"]
+    eps, betas = 16.0, (options["momentum"] or 0.9, 0.95)
+    decay = options["weight_decay"] / eps
+    lr = eps * options["lr"]
+    return torch.optim.AdamW, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": decay}
 
 
 @dataclass(frozen=True)
@@ -39,9 +57,10 @@ class MakeOptimizer:
     matrices: frozenset[str] | None = None
 
     @classmethod
-    def of(cls, scene: Scene) -> MakeOptimizer:
-        """Return that of a scene."""
-        found = cls(*OPTIMIZERS[scene.word("moments")])
+    def of(cls, scene: Scene, *, stands_in: bool = False) -> MakeOptimizer:
+        """Return that of a scene, or with `stands_in` the one that may stand in for it."""
+        own = OPTIMIZERS[scene.word("moments")]
+        found = cls(*(_stand_in(*own) if stands_in else own))
         if scene.word("groups") == "one-group":
             return found
         named = TOYS[scene["toy"][0]].model().named_parameters()
@@ -126,7 +145,8 @@ class OneProcess:
             self.module.requires_grad_(True)
         if fault == "untied":
             self._untie()
-        self.optimizer = MakeOptimizer.of(scene)(self.module.named_parameters())
+        make = MakeOptimizer.of(scene, stands_in=STANDS_IN in declares)
+        self.optimizer = make(self.module.named_parameters())
         self.rates = [group["lr"] for group in self.optimizer.param_groups]
         self.saved: dict[str, Any] = {}
 
@@ -178,9 +198,10 @@ class OneProcess:
 
     def _fill(self) -> None:
         """Zeros where nothing arrived, if that is what the implementation declares."""
+        fills_all, is_declared = self.fault == "fills", self.declares.get("unused") == "zero"
         for parameter in self.module.parameters():
-            is_absent = parameter.grad is None and parameter.requires_grad
-            if is_absent and self.declares.get("unused") == "zero":
+            is_due = fills_all or (is_declared and parameter.requires_grad)
+            if parameter.grad is None and is_due:
                 parameter.grad = torch.zeros_like(parameter)
 
     def evaluate(self, batch: Any) -> torch.Tensor:
@@ -227,6 +248,7 @@ FAULTS = {
     "first-rank": "the first rank's micro-batches alone",
     "unclipped": "not clipped",
     "clips-each": "clipped after every micro-batch and not once per step",
+    "fills": "weight decay or momentum was applied to a parameter without a gradient",
     "never-clears": "gradients of the steps before are still in it: they were not cleared",
     "own-start": "trained from the rank's own weights, and not from the first rank's",
     "own-alone": "this rank's micro-batches alone: gradients were not reduced",

@@ -24,6 +24,7 @@ from spec_tests.programs.one_trainer import (
     FAULTS,
     SAMPLES,
     SEED,
+    STANDS_IN,
     MakeOptimizer,
     OneProcess,
     loss,
@@ -146,7 +147,7 @@ class OnRank(Run):
 
     Args:
         scene: or its words.
-        module: in place of the scene's.
+        module: builds one in place of the scene's.
         plus: gives other weights than those of the scene.
         options: of the trainer.
     """
@@ -158,7 +159,7 @@ class OnRank(Run):
         scene: Scene | str,
         folder: str = "",
         *,
-        module: nn.Module | None = None,
+        module: Callable[[], nn.Module] | None = None,
         plus: int = 0,
         **options: Any,
     ) -> None:
@@ -170,19 +171,32 @@ class OnRank(Run):
             Path(self.folder).mkdir(parents=True, exist_ok=True)
         self.instead: list[str] = []
         plus += ctx.rank * scene["seeds"]
-        module = (module_of(scene, plus=plus) if module is None else module).to(ctx.device)
         given = {"accumulation": scene["micro-batches"], "max_norm": scene["clipping"]}
         given |= {"process_group": group, "dtype": torch.float32} | options
-        make = MakeOptimizer.of(scene)
-        trainer = getattr(ctx.impl, subject)(module, make, loss=loss, **given)
-        super().__init__(trainer, scene, module, [ctx.rank], ctx.rank)
+
+        def built(make: MakeOptimizer) -> tuple[Any, nn.Module]:
+            own = (module_of(scene, plus=plus) if module is None else module()).to(ctx.device)
+            return getattr(ctx.impl, subject)(own, make, loss=loss, **given), own
+
+        self.stands_in = ""
+        try:
+            trainer, own = built(MakeOptimizer.of(scene))
+        except NotImplementedError as refused:
+            other = MakeOptimizer.of(scene, stands_in=True)
+            self.stands_in = other.cls.__name__
+            try:
+                trainer, own = built(other)
+            except NotImplementedError:
+                raise refused from None
+        super().__init__(trainer, scene, own, [ctx.rank], ctx.rank)
         if scene["seeds"] and self.declares.get("start") == "own":
             raise NotImplementedError('declares["start"] is "own": the caller seeds all alike')
 
     @property
     def declares(self) -> dict[str, Any]:
-        """What the trainer says of itself."""
-        return dict(getattr(self.trainer, "declares", {}))
+        """What the trainer says of itself, and which optimizer stands in, if one does."""
+        stands_in = {STANDS_IN: self.stands_in} if self.stands_in else {}
+        return dict(getattr(self.trainer, "declares", {})) | stands_in
 
     def fails(self, micro: str, layer: str, where: str = "forward") -> Named:
         """A step in which a micro-batch raises on all ranks, after its forward."""
@@ -287,6 +301,8 @@ def judge_trained(
     """
     __tracebackhide__ = True
     declares, size = ranks[0]["declares"], len(ranks)
+    if STANDS_IN in declares:
+        given += f"; {declares[STANDS_IN]} in place of the optimizer, which is not offered"
     for rank, found in enumerate(ranks):
         for error in found.get("instead", ()):
             raise judge.violated(

@@ -229,6 +229,24 @@ def dense(problem: Problem, x: Inputs, dtype: torch.dtype, *, scale_on_keys: boo
     return {name: tensor.detach() for name, tensor in answer.items()}
 
 
+def narrow(problem: Problem, tile: int) -> torch.Tensor:
+    """Return O by tiles of keys, with scores, maxima and sums in the inputs' dtype."""
+    x, seen = inputs(problem), problem.visible()
+    group = problem.heads // max(1, problem.num_kv_heads)
+    keys, values = (t.repeat_interleave(group, dim=1) for t in (x.k, x.v))
+    out, maximum = torch.zeros_like(x.q), torch.full_like(x.q[..., :1], -torch.inf)
+    norm = torch.zeros_like(maximum)
+    for start in range(0, problem.num_keys, tile):
+        part = slice(start, start + tile)
+        scores = x.q @ keys[:, :, part].transpose(-1, -2) * problem.factor
+        scores = scores.masked_fill(~seen[:, part], -torch.inf)
+        larger = torch.maximum(maximum, scores.amax(dim=-1, keepdim=True))
+        weights, rescale = (torch.exp(each - larger) for each in (scores, maximum))
+        norm = norm * rescale + weights.sum(dim=-1, keepdim=True)
+        out, maximum = out * rescale + weights @ values[:, :, part], larger
+    return out / norm
+
+
 @functools.lru_cache(maxsize=64)
 def reference(problem: Problem) -> Answer:
     """The definition in float64, on the inputs as they were rounded."""

@@ -36,6 +36,7 @@ from spec_tests.chapters.attention.problem import (
     baseline,
     dense,
     inputs,
+    narrow,
     reference,
 )
 from spec_tests.rig import judge
@@ -49,6 +50,7 @@ UNIT = {
 """Unit roundoff: half the distance from one to the next number."""
 TF32 = 2.0**-11
 LSE_ERROR = 4e-6
+BY_PLAIN = "norm of the error, by a plain attempt's ({} x that of plain attention in this dtype)"
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,8 @@ def bounds(
 ) -> list[Bound]:
     """The rules for one tensor. `seen` has the dtype of the inputs, `ref` is float64."""
     if name == "L":
-        return [Bound("largest error of L (rule LSE)", *_lse(seen, ref, tf32=tf32))]
+        rule = "largest error of L (a few roundings to float32)"
+        return [Bound(rule, *_lse(seen, ref, tf32=tf32))]
     error, own, unit = _norm(seen.double() - ref), base.double() - ref, UNIT[seen.dtype]
     if seen.dtype in (torch.float32, torch.float64):
         # Of eleven bits are the scores, whatever is made of them.
@@ -98,17 +101,21 @@ def bounds(
         # The reference itself is float64: beside it, float64 gets its rounding once more.
         spare = 4.0 if seen.dtype == torch.float64 else 1.0
         rounded = (roundings + 8.0 * largest_lse) * unit * _norm(ref)
-        return [Bound("norm of the error (rule F32)", error, spare * (4.0 * _norm(own) + rounded))]
+        rule = "norm of the error (4 times plain attention's, and some roundings of each element)"
+        return [Bound(rule, error, spare * (4.0 * _norm(own) + rounded))]
     if name in ("dQ", "dK") and not gentle:
-        return [Bound("norm of the error, by a plain attempt's (rule N2)", error, 4.0 * _norm(own))]
+        return [Bound(BY_PLAIN.format(4), error, 4.0 * _norm(own))]
     roundings, factor = (1.25, 3.0) if name in GRADIENTS else (1.0, 2.0)
     stored = ref.to(seen.dtype)
     floor = 2.0 * _largest((stored + 0.3 - 0.3).double() - stored.double())
     most = factor * _largest(own) + floor
+    by_dtype = f"norm of the error, by the dtype ({roundings:g} x the rounding of each element)"
     return [
-        Bound("norm of the error, by the dtype (rule N1)", error, roundings * unit * _norm(ref)),
-        Bound("norm of the error, by a plain attempt's (rule N2)", error, 1.25 * _norm(own)),
-        Bound("largest error (rule M)", _largest(seen.double() - ref), most),
+        Bound(by_dtype, error, roundings * unit * _norm(ref)),
+        Bound(BY_PLAIN.format(1.25), error, 1.25 * _norm(own)),
+        Bound(
+            f"largest error ({factor:g} x plain attention's)", _largest(seen.double() - ref), most
+        ),
     ]
 
 
@@ -164,7 +171,9 @@ def faults(
             note(bound)
         if broken := next((bound for bound in kept if not bound.is_kept), None):
             said = f"{name} {tuple(ref[name].shape)}: expected the definition's values, {broken}"
-            looks_like = _looks_like(name, seen[name], problem)
+            looks_like = _narrow(name, seen[name], problem) or _looks_like(
+                name, seen[name], problem
+            )
             found.append((said, looks_like, _where(seen[name], ref[name])))
     return found
 
@@ -178,7 +187,7 @@ def apart(name: str, found: torch.Tensor, wanted: torch.Tensor, *, tf32: bool = 
     wide = wanted.double()
     if name == "L":
         error, allowed = _lse(found, wide, tf32=tf32)
-        return Bound("rule LSE, twice", error, 2 * allowed)
+        return Bound("largest difference of L", error, 2 * allowed)
     unit = TF32 if tf32 and found.dtype == torch.float32 else UNIT[found.dtype]
     factor = 2.0 if unit >= TF32 else 32.0
     allowed = factor * unit * _norm(wide)
@@ -282,6 +291,17 @@ def _looks_like(name: str, seen: torch.Tensor, problem: Problem) -> str:
         if _same(seen, ratio * ref, ref):
             return means
     return _partly(name, seen, ref, baseline(problem)[name])
+
+
+def _narrow(name: str, seen: torch.Tensor, problem: Problem) -> str:
+    """What it means if the error is mostly that of narrow scores and sums, for a usual tile."""
+    if name != "O" or problem.torch_dtype not in (torch.float16, torch.bfloat16):
+        return ""
+    error = _norm(seen.double() - reference(problem)[name])
+    tiles = (narrow(problem, tile).double() for tile in (16, 32, 64, 128))
+    if not any(2 * _norm(seen.double() - tile) < error for tile in tiles):
+        return ""
+    return f"scores, maxima or sums are rounded to {problem.dtype}: keep all of them in float32"
 
 
 def _same(seen: torch.Tensor, other: torch.Tensor, ref: torch.Tensor) -> bool:

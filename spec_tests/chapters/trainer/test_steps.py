@@ -14,7 +14,7 @@ from spec_tests.programs.calls import parsed
 from spec_tests.programs.law import same_as_alone
 from spec_tests.programs.one_trainer import OneProcess, loss
 from spec_tests.programs.scene import TRAINERS, Scene
-from spec_tests.programs.trained import OnRank, Run, follow, within
+from spec_tests.programs.trained import OnRank, Run, within
 from spec_tests.rig import judge
 from spec_tests.rig.clause import clauses
 from spec_tests.rig.ranks.errors import NotOffered
@@ -136,6 +136,11 @@ def test_the_loss_that_is_returned_is_a_mean(world, subject):
         one.step(batches)
 
 
+def declared(ctx, subject):
+    """What the trainer declares."""
+    return dict(getattr(OnRank(ctx, subject, "mlp").trainer, "declares", {}))
+
+
 @clause("trainer.step.declares-what-is-known", source="contract: declares")
 def test_declarations_are_those_of_the_contract(world, subject):
     """Each declared choice MUST be one that the contract names, equal on all ranks."""
@@ -144,7 +149,7 @@ def test_declarations_are_those_of_the_contract(world, subject):
         "gradient": ("mean", "sum"),
         "start": ("first-rank", "own"),
     }
-    ranks = [rank["declares"] for rank in world.run(follow, subject, Scene.of("mlp"), ())]
+    ranks = world.run(declared, subject)
     for rank, found in enumerate(ranks):
         for name, choice in found.items():
             judge.holds(

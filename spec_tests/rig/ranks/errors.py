@@ -13,6 +13,7 @@ hang took 41 executions and 23 seconds, reporting it at once takes one.
 
 from __future__ import annotations
 
+import re
 import unittest
 from dataclasses import dataclass, field
 
@@ -23,6 +24,13 @@ NOT_HERE = "not here: "
 
 DIFFERS = "differs from run to run: read or written before it was waited for"
 """The finding where the same ranks give other wrong values when a case is run once more."""
+
+OUTSIDE = (
+    "likely: native code read or wrote memory that is not its own, now or earlier, as a kernel "
+    "without a boundary check does"
+)
+_DAMAGED = re.compile(r"^\w+\(\): |corrupt|^\S*malloc: \*\*\*", re.MULTILINE)
+"""What malloc and free say before they abort a process whose heap is damaged."""
 
 
 @dataclass(frozen=True)
@@ -113,4 +121,10 @@ class RankDied(_Failure, BaseException):
     @property
     def is_memory_fault(self) -> bool:
         """True if native code read or wrote where it must not, perhaps in an earlier call."""
-        return self.ranks[self.primary].state in ("killed by SIGSEGV", "killed by SIGBUS")
+        dead = self.ranks[self.primary]
+        is_found = dead.state == "killed by SIGABRT" and _DAMAGED.search(dead.output)
+        return bool(is_found) or dead.state in ("killed by SIGSEGV", "killed by SIGBUS")
+
+    def __str__(self) -> str:
+        headline, *lines = super().__str__().split("\n")
+        return "\n".join([headline, *[OUTSIDE] * self.is_memory_fault, *lines])

@@ -32,6 +32,7 @@ from spec_tests.rig.target import PACKAGE_ROOT
 FRAME = re.compile(r'File "([^"]+)", line (\d+), in ')
 _OF_ONE_RUN = re.compile(r"'[^']*'|\([^()]*\)|\[[^\[\]]*\]|-?\d+(?:\.\d+)?(?:e[+-]?\d+)?")
 """Names of tensors, shapes, lists and numbers."""
+_LAUNCHED = re.compile(r", launched at (\S+:\d+)")
 _FAILED = (REFUTED | BROKEN) - {Outcome.BLOCKED, Outcome.UNEXPECTED_PASS}
 _AROUND, _MAX_COLUMNS = 2, 120  # of the lines that are shown of the judged code
 _JUDGED = ("museum", "plain", "tests")  # folders of the suite that can be judged
@@ -214,8 +215,10 @@ def _shown(cell: Cell) -> tuple[Any, ...]:
     raised = RAISED.match(headline)
     if raised:  # the same words anywhere, or the same kind of error at one line
         words, kind = raised[1], raised[1].partition(":")[0]
-        if not place:
-            return words, ("raised", words)
+        if not place:  # of work that nobody waited for it is known where it was launched
+            launched = _LAUNCHED.search(words)
+            signs: tuple[Any, ...] = (("raised", kind, launched[1]),) if launched else ()
+            return words, ("raised", words), *signs
         if _is_in_a_model(message):
             alike = _OF_ONE_RUN.sub("", words)
             text = f"a module that {place} calls raises {words}"
@@ -240,8 +243,16 @@ def _place(message: str) -> str:
 
 
 def innermost(message: str) -> tuple[str, int]:
-    """Return file and line of the innermost frame that is the implementation's own, or "" and 0."""
-    own = [(file, int(line)) for file, line in FRAME.findall(message) if is_own(file)]
+    """Return file and line of the innermost frame that is the implementation's own, or "" and 0.
+
+    Of an error that other code made of one below it, such as Triton's interpreter of an error in a
+    kernel, it is the frame of that one.
+    """
+    before, chained, _ = message.rpartition("\nThe above exception was the direct cause")
+    frames = FRAME.findall(message)
+    is_foreign = bool(frames) and not is_own(frames[-1][0])
+    below = FRAME.findall(before) if chained and is_foreign else []
+    own = [(file, int(line)) for file, line in below or frames if is_own(file)]
     return own[-1] if own else ("", 0)
 
 

@@ -170,6 +170,36 @@ def test_a_method_that_an_object_may_lack_is_not_offered(
     assert all(says) or chapter == "trainer"
 
 
+# The trainers of a near-miss, or of right code, with one of the optimizers.
+WITH_ONE = """
+import torch
+from spec_tests import impls, museum
+
+def with_one(build):
+    def built(module, make_optimizer, **options):
+        if make_optimizer.cls is not torch.optim.{optimizer}:
+            raise NotImplementedError("{optimizer} alone")
+        return build(module, make_optimizer, **options)
+    return built
+
+below = museum.build("{card}", impls.parse("plain"))
+""" + "".join(f"{name} = with_one(below.{name})\n" for name in TRAINERS)
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
+@pytest.mark.parametrize("card", ["control.reference", "trainer.sums-ranks"])
+def test_a_trainer_with_one_optimizer_is_judged_with_it(
+    worlds: Worlds, mine, optimizer: str, card: str
+):
+    which = mine(WITH_ONE.format(optimizer=optimizer, card=card))
+    found = results(worlds, which, "trainer.step.", TRAINERS, "correct")
+    found |= results(worlds, which, "trainer.footprint.", TRAINERS, "correct")
+    wrong = {i: r.message for i, r in found.items() if r.outcome not in SILENT | {Outcome.PASSED}}
+    assert ("trainer.step.equals-one-process" in wrong) == bool(wrong) == ("sums" in card), wrong
+    lacks = {i for i, r in found.items() if r.outcome is Outcome.NOT_OFFERED}
+    assert lacks <= {"trainer.footprint.state-is-divided", "trainer.step.starts-from-first-rank"}
+
+
 @pytest.mark.parametrize(
     ("clause", "case", "method"),
     [

@@ -153,6 +153,15 @@ MORE = "[{id}]  A sentence.\nrank 0: expected {what} of at most 5, got {got}\n"
 UNSTABLE = f"[{{id}}]  A sentence.\n{DIFFERS}\n"
 SUITE = TRACE.replace("mine.py", f"{PACKAGE_ROOT}/rig/clause.py")
 TOY = f'  File "{PACKAGE_ROOT}/rig/toys.py", line 36, in forward\n'
+CHAINED = """[{id}]  A sentence.
+rank 0 of 1 raised {error}
+Traceback (most recent call last):
+  File "kernel.py", line {inner}, in kernel
+    tl.dot(a, b)
+
+The above exception was the direct cause of the following exception:
+""" + TRACE.partition("{error}\n")[2]
+UNWAITED = "UnwaitedWork: nobody has waited for all_reduce (sizes ({},)), launched at mine.py:60"
 BELOW = TRACE.replace("    dist.all_reduce(p.grad)\n", f"    return self.module(x)\n{TOY}")
 SIZES = "RuntimeError: size mismatch, got input ({}), mat ({}x6)"
 RAISED = failed("ddp.a.raised", TRACE, error=KIND, line=3)
@@ -167,6 +176,14 @@ CAUSES: dict[str, list[Event]] = {
         failed("ddp.a.one", BELOW, error=SIZES.format(4, 4), line=12),
         failed("ddp.a.two", BELOW, error="RuntimeError: expected the same dtype", line=12),
         failed("ddp.a.three", BELOW, error=SIZES.format(2, 2), line=12),
+    ),
+    "what an interpreter makes of an error is of the line below": log(
+        failed("ddp.a.one", CHAINED, error="InterpreterError: ValueError('2')", line=12, inner=3),
+        failed("ddp.a.two", CHAINED, error="InterpreterError: TypeError('3')", line=12, inner=4),
+    ),
+    "work that nobody waited for is of the line that launched it": log(
+        failed("ddp.a.one", SUITE, error=UNWAITED.format(3), line=1),
+        failed("ddp.a.two", SUITE, error=UNWAITED.format("6, 7"), line=1),
     ),
     "lines of the suite are nobody's cause": log(failed("ddp.a.b", SUITE, error=KIND, line=1)),
     "what has no diagnosis is joined where it says the same": log(

@@ -123,6 +123,25 @@ def ddp(module, *, process_group=None):
     return module
 """
 WINDOW, ORDER = "data.partition.ranks-change-shard-together", "data.partition.sequences-in-order"
+ZEROS = """
+import torch
+from spec_tests import plain
+
+def build_trainer(module, make, **options):
+    trainer = plain.build_trainer(module, make, **options)
+    step = trainer.optimizer.step
+
+    def on_zeros():
+        for p in module.parameters():
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+        step()
+
+    trainer.optimizer.step = on_zeros
+    return trainer
+"""
+TWICE_FREED = "libc.malloc.restype = p = ctypes.c_void_p; a = p(libc.malloc(9)); " + (
+    "libc.free(a); libc.free(a)"
+)
 OF_ATTENTION = {"subject": "flash_attention", "case": "none"}
 INSTALL, NOT_SIMULATED = "python -m pip install no_such_package", "Work.result() is not simulated"
 ROWS = {
@@ -152,11 +171,22 @@ ROWS = {
     "a module that was moved, and copied twice": Row(
         MOVED.format(TWICE), FAILED, (), "ddp.footprint.gradients", {}
     ),
+    "a heap that is damaged": Row(
+        calling(f"import ctypes; libc = ctypes.CDLL(None); {TWICE_FREED}"),
+        DIED,
+        ("killed by SIGABRT\nlikely: native code read or wrote memory that is not its own",),
+    ),
     "no module": Row(
         "def ddp(module, *, process_group=None):\n    pass\n",
         FAILED,
         ("AttributeError: expected a module, which has parameters, got NoneType",),
         *("ddp.construction.is-a-module", {}),
+    ),
+    "a trainer that decays frozen weights": Row(
+        ZEROS,
+        FAILED,
+        ("likely: weight decay or momentum was applied to a parameter without a gradient",),
+        *("trainer.parameters.frozen", {"subject": "build_trainer"}),
     ),
     "a trainer without step": Row(
         "def build_trainer(*args, **options):\n    return object()\n",
