@@ -96,6 +96,7 @@ def _clipped(
             "parts": [[n, e.kind, list(e.shard)] for n, e in zip(norms, entries, strict=True)],
             "place": script_line(),
             "largest": parameters[largest],
+            "ids": {id(p) for p in parameters},
             "backwards": probe.window.backwards(parameters),
             "norm": norms[largest],
             "clipped": _norms([parameters[largest]], kind)[0],
@@ -110,6 +111,13 @@ def _norms(parameters: list[Any], kind: float) -> list[float]:
     return [] if not found else torch.stack(found).tolist()
 
 
+def factors(probe: Any, parameters: list[Any]) -> list[float]:
+    """Return what clipping has multiplied each gradient by: parts may be clipped apart."""
+    clips = [clip for clip in probe.clips if clip["norm"]]
+    of = [[c["clipped"] / c["norm"] for c in clips if id(p) in c["ids"]] for p in parameters]
+    return list(map(math.prod, of))
+
+
 def norm_again(probe: Any, parameters: list[Any]) -> dict[str, Any] | None:
     """Return the clipping of an optimizer's gradients, with the norm that the largest has now."""
     ids = {id(p) for p in parameters}
@@ -117,8 +125,8 @@ def norm_again(probe: Any, parameters: list[Any]) -> dict[str, Any] | None:
     probe.clips = [clip for clip in probe.clips if id(clip["largest"]) not in ids]
     if not found:
         return None
-    clip = found[-1]
-    largest = clip.pop("largest")
+    clip = {name: value for name, value in found[-1].items() if name not in ("largest", "ids")}
+    largest = found[-1]["largest"]
     scaled = {each["backwards"] for each in found if each["clipped"] < 0.97 * each["norm"]}
     return {
         **clip,

@@ -96,7 +96,9 @@ def steps_same(step: Step) -> Iterator[Finding]:
         return
     rank = next(r for r, n in windows.items() if n == many)
     backwards = {event["backwards"] for event in step.events.values()}
-    if len(backwards) == 1 and 0 < (both := min(backwards)) <= few:
+    if len(backwards) == 1 and (both := min(backwards)):
+        if both != few:  # a backward of several forwards, as of an episode's
+            return
         yield step.finding(
             rank,
             f"expected {few} training forward{'s' * (few > 1)} before step {step.number} as on the "

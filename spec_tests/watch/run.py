@@ -286,7 +286,8 @@ class Run:
         """Take one rank's step; returns the step once all ranks have taken it."""
         optimizer, number = event["optimizer"], event["step"]
         rank.steps[optimizer] = number
-        if not event["forwards"] and not optimizer and _UNSEEN not in self.notes:
+        is_unseen = not event["forwards"] and not self.is_joined
+        if is_unseen and not optimizer and _UNSEEN not in self.notes:
             self.notes.append(_UNSEEN)
         rank.forwards += len(event["forwards"])
         event["seen"] = rank.forwards

@@ -151,6 +151,7 @@ class Watched:
         self.parameters: list[Tensor] = []
         self.last: list[Any] = []  # hashes of its parameters
         self.event: dict[str, Any] = {}
+        self.factors: list[float] = []  # what clipping and unscaling multiplied each gradient by
         self.sample: Any = None  # parameters whose update is computed again
         self.ids: set[int] = set()
         self._seen: tuple[object, ...] = ()

@@ -254,7 +254,7 @@ def test_gradients_against_what_was_computed_again(
         actual = {name: (mean * factor(rank)).float() for name in ("a", "b")}
         parts = dict.fromkeys(("a", "b"), (kind, None))
         torch.save({"expected": expected, "actual": actual, "parts": parts}, file)
-    found = replayed.judge(files, 1, [1.0, 1.0], is_mean)
+    found = replayed.judge(files, 1, is_mean)
     words = "".join(each.words if each.is_certain else "uncertain" for each in found[:1])
     assert said in words
     assert bool(said) == bool(found)
