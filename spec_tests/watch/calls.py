@@ -38,7 +38,9 @@ def start() -> None:
     observe("zero_grad", optimizer, after=_cleared)
     observe("zero_grad", module, after=_cleared)
     observe("load_state_dict", optimizer, around=load_state)
-    observe("clip_grad_norm_", nn.utils, nn.utils.clip_grad, around=clip_grad_norm)
+    observe("add_param_group", optimizer, after=lambda probe, _, own, *of: probe.built.add(own))
+    for name in ("clip_grad_norm_", "clip_grads_with_norm_"):
+        observe(name, nn.utils, nn.utils.clip_grad, around=clip_grad_norm)
     observe("step", torch.optim.lr_scheduler.LRScheduler, before=_scheduled)
     observe("scale", scaler, before=_scaled)
     observe("unscale_", scaler, before=_unscaled)
@@ -73,7 +75,8 @@ def clip_grad_norm(
     """Clip, and keep each gradient's norm on this rank and what the largest one became."""
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     with_gradient = [p for p in parameters if p.grad is not None]
-    kind = float(rest[0] if rest else keywords.get("norm_type", 2.0))
+    kind = rest[0] if rest else keywords.get("norm_type", 2.0)
+    kind = float(kind) if "norm_type" in inspect.signature(original).parameters else 2.0
     norms: list[float] = []
     quiet(lambda probe: norms.extend(_norms(with_gradient, kind)))()
     result = original(parameters, max_norm, *rest, **keywords)
@@ -354,8 +357,10 @@ def norm_of_sums(window: Window, parameters: list[Tensor]) -> float | None:
     if not own or sum(size for size, _ in own) != sum(size for size, _, _ in summed):
         return None
     columns = ([n for _, n in own], [n for _, n, _ in summed], [n for _, _, n in summed])
-    of_backwards, before, after = (math.hypot(*map(float, each)) for each in columns)
-    return after if abs(before - of_backwards) < _CLOSE * of_backwards else None
+    of_backwards, *both = (math.hypot(*map(float, each)) for each in columns)
+    # A hook of a parameter sums before the backward adds to the gradient.
+    is_known = any(abs(each - of_backwards) < _CLOSE * of_backwards for each in both)
+    return both[1] if is_known else None
 
 
 def _is_due(probe: Any) -> bool:

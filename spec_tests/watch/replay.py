@@ -111,11 +111,13 @@ class Recording:
 
         Once: a second optimizer of the model asks when the first one has changed its weights.
         """
-        if self._has_moved:
-            raise CannotReplayError("the weights change between the forwards of the step")
         if self._found is None:
             plain = Copy(self._names, self._weights, self._buffers)
             twin = plain.of(model)
+            if self._has_moved:
+                raise CannotReplayError("the weights change between the forwards of the step")
+            if any(batch.is_double for batch in self._batches):
+                raise CannotReplayError("a gradient is differentiated once more")
             batches = self._batches_of_step(model, usual)
             self._found = [batch.run(twin, plain) for batch in batches if batch.arrived]
             self._is_random = any(batch.is_random for batch in self._batches)
@@ -207,7 +209,7 @@ class Batch:
                     if gradient is None:  # autograd hands on that nothing came
                         return
                     self.task = torch._C._current_graph_task_id()
-                    self.is_double = self.is_double or gradient.requires_grad
+                    self.is_double = self.is_double or torch.is_grad_enabled()
                     before = self.arrived.get(index, 0)  # a second backward through one graph
                     self.arrived[index] = gradient.detach() + before
 
@@ -215,8 +217,6 @@ class Batch:
 
     def run(self, model: nn.Module, plain: Copy) -> dict[str, Tensor]:
         """Run a plain model forward and backward as the script's was run; return its gradients."""
-        if self.is_double:
-            raise CannotReplayError("a gradient is differentiated once more")
 
         def cast(tensor: Tensor) -> Tensor:
             is_cast = plain.dtype is not None and tensor.is_floating_point()

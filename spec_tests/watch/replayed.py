@@ -271,9 +271,13 @@ def _deviation(
     ratio = _factor([(t.mean * t.factor, t.actual) for t in tensors])
     if len(tensors) > 1 and all(t.off(ratio) <= 1 for t in tensors):
         # Reduced by hand, a sum is right where the loss was divided by the number of ranks.
-        is_sum = abs(ratio / size - 1) < 0.01 and any(t.kind == "plain" for t in tensors)
+
+        def is_just(factor: float) -> bool:
+            return all(t.off(factor) <= 1 for t in tensors)
+
+        is_sum = is_just(size) and any(t.kind == "plain" for t in tensors)
         suspects = (size, 1.0 / size, size**2, 1.0 / size**2, 2.0, 0.5)
-        is_odd = ratio > 1.01 or any(abs(ratio / each - 1) < 0.01 for each in suspects)
+        is_odd = ratio > 1.01 or any(map(is_just, suspects))
         words = f"got {ratio:.3f} x it in every element of every gradient"
         is_certain = is_mean if is_sum else is_odd
         return Deviation(rank, wrong[0].name, words, is_certain, others, ratio, is_sum)

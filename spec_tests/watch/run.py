@@ -261,6 +261,7 @@ class Run:
     alone: set[int] = field(default_factory=set)  # optimizers: each rank trains weights of its own
     seen: dict[tuple[Any, ...], tuple[int, int]] = field(default_factory=dict)
     looped: bool = False
+    repeated: dict[tuple[int, int], set[Any]] = field(default_factory=dict)  # by rank and epoch
     unheld: dict[tuple[int, str], bool] = field(default_factory=dict)  # whether equal at first
     passes: dict[int, dict[int, Any]] = field(default_factory=dict)  # of a rank: their samples
     weights: dict[int, tuple[int, int, float]] = field(default_factory=dict)  # of first losses
