@@ -38,7 +38,9 @@ def start() -> None:
     observe("zero_grad", optimizer, after=_cleared)
     observe("zero_grad", module, after=_cleared)
     observe("load_state_dict", optimizer, around=load_state)
-    observe("clip_grad_norm_", nn.utils, nn.utils.clip_grad, around=clip_grad_norm)
+    observe("add_param_group", optimizer, after=lambda probe, _, own, *of: probe.built.add(own))
+    for name in ("clip_grad_norm_", "clip_grads_with_norm_"):
+        observe(name, nn.utils, nn.utils.clip_grad, around=clip_grad_norm)
     observe("step", torch.optim.lr_scheduler.LRScheduler, before=_scheduled)
     observe("scale", scaler, before=_scaled)
     observe("unscale_", scaler, before=_unscaled)
@@ -73,7 +75,8 @@ def clip_grad_norm(
     """Clip, and keep each gradient's norm on this rank and what the largest one became."""
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     with_gradient = [p for p in parameters if p.grad is not None]
-    kind = float(rest[0] if rest else keywords.get("norm_type", 2.0))
+    kind = rest[0] if rest else keywords.get("norm_type", 2.0)
+    kind = float(kind) if "norm_type" in inspect.signature(original).parameters else 2.0
     norms: list[float] = []
     quiet(lambda probe: norms.extend(_norms(with_gradient, kind)))()
     result = original(parameters, max_norm, *rest, **keywords)
@@ -96,6 +99,7 @@ def _clipped(
             "parts": [[n, e.kind, list(e.shard)] for n, e in zip(norms, entries, strict=True)],
             "place": script_line(),
             "largest": parameters[largest],
+            "ids": {id(p) for p in parameters},
             "backwards": probe.window.backwards(parameters),
             "norm": norms[largest],
             "clipped": _norms([parameters[largest]], kind)[0],
@@ -110,6 +114,13 @@ def _norms(parameters: list[Any], kind: float) -> list[float]:
     return [] if not found else torch.stack(found).tolist()
 
 
+def factors(probe: Any, parameters: list[Any]) -> list[float]:
+    """Return what clipping has multiplied each gradient by: parts may be clipped apart."""
+    clips = [clip for clip in probe.clips if clip["norm"]]
+    of = [[c["clipped"] / c["norm"] for c in clips if id(p) in c["ids"]] for p in parameters]
+    return list(map(math.prod, of))
+
+
 def norm_again(probe: Any, parameters: list[Any]) -> dict[str, Any] | None:
     """Return the clipping of an optimizer's gradients, with the norm that the largest has now."""
     ids = {id(p) for p in parameters}
@@ -117,8 +128,8 @@ def norm_again(probe: Any, parameters: list[Any]) -> dict[str, Any] | None:
     probe.clips = [clip for clip in probe.clips if id(clip["largest"]) not in ids]
     if not found:
         return None
-    clip = found[-1]
-    largest = clip.pop("largest")
+    clip = {name: value for name, value in found[-1].items() if name not in ("largest", "ids")}
+    largest = found[-1]["largest"]
     scaled = {each["backwards"] for each in found if each["clipped"] < 0.97 * each["norm"]}
     return {
         **clip,
@@ -346,8 +357,10 @@ def norm_of_sums(window: Window, parameters: list[Tensor]) -> float | None:
     if not own or sum(size for size, _ in own) != sum(size for size, _, _ in summed):
         return None
     columns = ([n for _, n in own], [n for _, n, _ in summed], [n for _, _, n in summed])
-    of_backwards, before, after = (math.hypot(*map(float, each)) for each in columns)
-    return after if abs(before - of_backwards) < _CLOSE * of_backwards else None
+    of_backwards, *both = (math.hypot(*map(float, each)) for each in columns)
+    # A hook of a parameter sums before the backward adds to the gradient.
+    is_known = any(abs(each - of_backwards) < _CLOSE * of_backwards for each in both)
+    return both[1] if is_known else None
 
 
 def _is_due(probe: Any) -> bool:

@@ -45,18 +45,21 @@ def batches_distinct(step: Step) -> Iterator[Finding]:
 @step_norm("watch.batches.not-repeated", source=_SAMPLER)
 def batches_not_repeated(step: Step) -> Iterator[Finding]:
     """A rank MUST NOT train on a batch that another rank has had earlier in the same epoch."""
-    seen = step.run.seen
+    run, seen = step.run, step.run.seen
     for peers in step.peers():
         again = [
-            (rank, *seen[batch])
+            (rank, batch, *seen[batch])
             for rank in peers
-            for batch in _whole_batches(step.events[rank])
-            if batch in seen and seen[batch][1] < step.number and _size(batch) >= _LEAST
+            for batch in _of_epoch(step.events[rank])
+            if batch in seen and seen[batch][1] < step.number
         ]
         # A rank that begins its own data again is in a new epoch.
-        step.run.looped = step.run.looped or any(rank == other for rank, other, _ in again)
-        for rank, other, number in again:
-            if rank != other and not step.run.looped:
+        run.looped = run.looped or any(rank == other for rank, _, other, _ in again)
+        for rank, batch, other, number in again:
+            repeated = run.repeated.setdefault((rank, batch[0]), set())
+            repeated |= {batch} if rank != other and not run.looped else set()
+            # One alone may fill up the last batch, or the time of a rank whose data has ended.
+            if len(repeated) > 1:
                 yield step.finding(
                     rank,
                     f"expected new data, got the batch that rank {other} had in step {number}",
@@ -65,7 +68,7 @@ def batches_not_repeated(step: Step) -> Iterator[Finding]:
                     needs_replicas=True,
                 )
     for rank, event in step.events.items():
-        for batch in _batches(event):
+        for batch in _of_epoch(event):
             if len(seen) < 200_000:
                 seen.setdefault(batch, (rank, step.number))
 
@@ -76,10 +79,10 @@ def _batches(event: Any) -> list[tuple[Any, ...]]:
     return [tuple(inputs) for inputs in all_inputs if inputs]
 
 
-def _whole_batches(event: Any) -> list[tuple[Any, ...]]:
-    """Return the inputs without those of a pass's last batch, which may be filled up."""
-    found = _batches(event)
-    return found[:-1] if (event["feed"] or {}).get("is_last") else found
+def _of_epoch(event: Any) -> list[tuple[Any, ...]]:
+    """Return the inputs that are too large to be equal by chance, with their epoch if known."""
+    epoch = (event["feed"] or {}).get("epoch", 0)
+    return [(epoch, *batch) for batch in _batches(event) if _size(batch) >= _LEAST]
 
 
 def _size(batch: tuple[Any, ...]) -> int:
@@ -96,7 +99,9 @@ def steps_same(step: Step) -> Iterator[Finding]:
         return
     rank = next(r for r, n in windows.items() if n == many)
     backwards = {event["backwards"] for event in step.events.values()}
-    if len(backwards) == 1 and 0 < (both := min(backwards)) <= few:
+    if len(backwards) == 1 and (both := min(backwards)):
+        if both != few:  # a backward of several forwards, as of an episode's
+            return
         yield step.finding(
             rank,
             f"expected {few} training forward{'s' * (few > 1)} before step {step.number} as on the "
@@ -149,9 +154,10 @@ def dropout_differs(step: Step) -> Iterator[Finding]:
             yield step.finding(
                 None,
                 f"ranks {peers[0]} to {peers[-1]}: the random state is the same on all ranks in "
-                "every forward, so their dropout masks are equal",
+                "every forward, so what these draw is equal, such as dropout masks",
                 place=drops[0][0]["place"],
-                likely="one seed for all ranks: add the rank to it once the weights are made",
+                likely="one seed for all ranks: add the rank to it once the weights are made; "
+                "right if ranks are to draw the same",
             )
 
 

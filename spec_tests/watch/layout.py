@@ -169,8 +169,10 @@ class Names:
         ranks = tuple(dist.get_process_group_ranks(module.process_group))
         ignored = getattr(module, "parameters_to_ignore", ())
         own = getattr(module, "_module_parameters", None)
-        hooks = (getattr(hook, "__name__", "") for hook, _ in getattr(module, "_comm_hooks", ()))
-        is_local = not _LEAVES_ALONE.isdisjoint(hooks)
+        hooks = [hook for hook, _ in getattr(module, "_comm_hooks", ())]
+        cells = [cell for hook in hooks for cell in getattr(hook, "__closure__", None) or ()]
+        hooks += [cell.cell_contents for cell in cells]  # as a wrapper that compresses has
+        is_local = not _LEAVES_ALONE.isdisjoint(getattr(hook, "__name__", "") for hook in hooks)
         for name, parameter in module.module.named_parameters():
             known = self.of(parameter)
             known.is_added |= own is not None and not any(parameter is each for each in own)

@@ -76,7 +76,6 @@ class Feed:
             "epoch": 0,  # passes that a training has begun until this one
             "again": False,
             "doubled": 0,
-            "is_last": False,
             "rows": [],
             "draws": [],
         }
@@ -88,7 +87,7 @@ class Feed:
         self.first += indices[: _ORDERED - len(self.first)]
         self.fields["size"] = len(indices)
         # The last one may be filled up with samples of the first.
-        self.fields["is_last"] = is_last = self.given == self.fields["batches"]
+        is_last = self.given == self.fields["batches"]
         is_kept = self.fields["data"] is not None and self.given * len(indices) < _KEPT_ROWS
         self.fields["indices"] += indices if is_kept and not is_last else []
 

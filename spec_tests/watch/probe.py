@@ -43,7 +43,16 @@ from .layout import (
 )
 from .link import Link, collectives_so_far, ended, forget, raised, script_line, spawned
 from .replay import Recording, finish
-from .window import Sample, Watched, Window, numbers, options_of, plain, tensors_of
+from .window import (
+    Sample,
+    Watched,
+    Window,
+    numbers,
+    options_of,
+    plain,
+    random_now,
+    tensors_of,
+)
 
 _WATCHED = "TRAINSPEC_WATCHED"  # the process of this rank: what it starts is not watched
 
@@ -89,6 +98,7 @@ class Probe:
         self.trains = False  # the forward that is running
         self.talked = 0  # collectives before the forward that is running
         self.takes_gradients = True
+        self.built: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers, before they step too
         self.optimizers: weakref.WeakKeyDictionary[Any, Watched] = weakref.WeakKeyDictionary()
         self._numbers = itertools.count()  # of optimizers, in the order of their first steps
         self.stepping: int | None = None
@@ -262,6 +272,7 @@ class Probe:
     def loose(self) -> list[list[str]]:
         """Return parameters with gradients that no optimizer holds, and held ones of no module."""
         held = set().union(*(each.ids for each in self.optimizers.values()))
+        held |= {id(p) for each in self.built for g in each.param_groups for p in g["params"]}
         named = [(k.name, k.parameter()) for key, k in self.names.known.items() if key not in held]
         loose = [
             name
@@ -278,8 +289,10 @@ class Probe:
 
     def left(self, module: nn.Module, output: Any) -> None:
         """The forward at the top has ended."""
-        if self.trains and collectives_so_far() != self.talked:
-            self.window.forwards[-1]["talks"] = not self.names.talks(module)
+        if self.trains:
+            forward = self.window.forwards[-1]
+            forward["drops"] |= forward["random"] != random_now()
+            forward["talks"] = collectives_so_far() != self.talked and not self.names.talks(module)
         self.root = self.inner = None
         recording = self.recordings.get(module)
         if recording is not None:
@@ -324,6 +337,7 @@ class Probe:
             "weights": [] if watched.steps else norms_of([*watched.parameters]),
             "bad": {"grads": bad_names, "before": watched.not_finite() if bad_names else []},
             "sums": calls.norm_of_sums(self.window, watched.parameters),
+            "factors": calls.factors(self, watched.parameters),
             "clip": calls.norm_again(self, watched.parameters),
             "skips": getattr(optimizer, "found_inf", None) is not None,
             "loose": self.loose() if watched.steps else [[], []],
@@ -338,6 +352,7 @@ class Probe:
         event["unheld"] = self.window.unheld(self.names, self.optimizers.values(), watched.steps)
         event = plain(event)
         watched.last = event["before"]
+        watched.factors = [factor / event["scale"] for factor in event.pop("factors")]
         event["replay"] = self.replay(watched)
         watched.usual = len(self.window.forwards)
         self.window = Window()

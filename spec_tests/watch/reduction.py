@@ -165,13 +165,20 @@ def gradients_equal(step: Step) -> Iterator[Finding]:
     micro_batches, likely = _reduced_ones(step, rank)
     if all(e["reduced"] == 0 and e["is_complete"] for e in step.events.values()):
         likely = "nothing was reduced in this step"
-    got = "none" if rank in lacks else "another one"
+    if lacks and not likely:
+        likely = f"rank {lacks[0]} did not use the parameter"
+    gone = [r for r in values if step.run.is_joined and not step.events[r]["forwards"]]
+    if gone:
+        likely = f"rank {gone[0]} has ended in a Join, where the optimizer steps without gradients "
+        likely += "of the other ranks"
+    wanted = "no gradient, as on" if min(values) in lacks else "the gradient of"
+    got = "none" if rank in lacks else "one" if min(values) in lacks else "another one"
     yield step.finding(
         rank,
-        f"expected the gradient of rank {min(values)}, got {got} ({_several(found, step)})"
-        f"{micro_batches}",
+        f"expected {wanted} rank {min(values)}, got {got} ({_several(found, step)}){micro_batches}",
         name,
-        likely=likely or ("a rank did not use the parameter" if lacks else ""),
+        likely=likely,
+        is_advice=bool(gone),
         needs_replicas=True,
     )
 

@@ -48,7 +48,7 @@ class Recording:
         self._weights: dict[tuple[int, str], Tensor] = {}
         self._buffers: dict[int, Tensor] = {}
         self._found: list[dict[str, Tensor]] | None = None
-        self._is_random = False
+        self._is_random = self._has_moved = False
 
     def begin(self, model: nn.Module, arguments: tuple[Any, ...], keywords: Any) -> None:
         """Keep what a training forward begins with."""
@@ -62,9 +62,13 @@ class Recording:
 
     def enter(self, module: nn.Module) -> None:
         """Keep the full weights that a module computes with, the first time."""
+        is_training = bool(self._batches) and not self._batches[-1].is_watched
         for owner, name, parameter in full_weights(module):
-            if (id(owner), name) not in self._weights:
+            kept = self._weights.get((id(owner), name))
+            if kept is None:
                 self._weights[id(owner), name] = parameter.detach().clone()
+            elif is_training and not torch.equal(kept, parameter):
+                self._has_moved = True
 
     def leave(self, output: Any) -> None:
         """Have the gradient of each output kept when it arrives; an evaluation has none."""
@@ -110,6 +114,10 @@ class Recording:
         if self._found is None:
             plain = Copy(self._names, self._weights, self._buffers)
             twin = plain.of(model)
+            if self._has_moved:
+                raise CannotReplayError("the weights change between the forwards of the step")
+            if any(batch.is_double for batch in self._batches):
+                raise CannotReplayError("a gradient is differentiated once more")
             batches = self._batches_of_step(model, usual)
             self._found = [batch.run(twin, plain) for batch in batches if batch.arrived]
             self._is_random = any(batch.is_random for batch in self._batches)
@@ -148,8 +156,9 @@ def finish(recordings: dict[nn.Module, Recording], watched: Any, path: Path) -> 
     except Exception as error:
         return {"reason": f"the copy raised {type(error).__name__}: {str(error)[:300]}"}
     is_exact = not any(recording.draws_its_own(model) for model, recording in recordings.items())
-    actual, parts, earlier = {}, {}, {}
-    for entry, parameter in zip(watched.entries, watched.parameters, strict=True):
+    actual, parts, factors, earlier = {}, {}, {}, {}
+    triples = zip(watched.entries, watched.parameters, watched.factors, strict=True)
+    for entry, parameter, factor in triples:
         if (
             parameter.grad is not None
             and entry.name in expected
@@ -158,11 +167,12 @@ def finish(recordings: dict[nn.Module, Recording], watched: Any, path: Path) -> 
             dense = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
             actual[entry.name] = local_of(dense).detach().to("cpu", copy=True)
             parts[entry.name] = (entry.kind, part_of(parameter))
+            factors[entry.name] = factor
             if id(parameter) in watched.earlier:
                 earlier[entry.name] = watched.earlier[id(parameter)].to("cpu")
     if not actual:
         return {"reason": "no gradient that a wrapper reduces was given to the optimizer"}
-    saved = {"expected": expected, "actual": actual, "parts": parts}
+    saved = {"expected": expected, "actual": actual, "parts": parts, "factors": factors}
     torch.save({**saved, "last": last, "earlier": earlier}, path)
     return {"path": str(path), "batches": batches, "is_exact": is_exact}
 
@@ -199,7 +209,7 @@ class Batch:
                     if gradient is None:  # autograd hands on that nothing came
                         return
                     self.task = torch._C._current_graph_task_id()
-                    self.is_double = self.is_double or gradient.requires_grad
+                    self.is_double = self.is_double or torch.is_grad_enabled()
                     before = self.arrived.get(index, 0)  # a second backward through one graph
                     self.arrived[index] = gradient.detach() + before
 
@@ -207,8 +217,6 @@ class Batch:
 
     def run(self, model: nn.Module, plain: Copy) -> dict[str, Tensor]:
         """Run a plain model forward and backward as the script's was run; return its gradients."""
-        if self.is_double:
-            raise CannotReplayError("a gradient is differentiated once more")
 
         def cast(tensor: Tensor) -> Tensor:
             is_cast = plain.dtype is not None and tensor.is_floating_point()

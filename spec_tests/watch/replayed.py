@@ -174,11 +174,13 @@ class Compared:
     mean: Tensor
     own: Tensor | None
     allowed: float  # of the norm of the difference
+    factor: float  # what clipping and unscaling multiplied it by
     last: Tensor | None = None  # the mean of the last micro-batch alone
     earlier: Tensor | None = None  # the gradient of the step before
 
-    def off(self, factor: float) -> float:
-        """Return how many tolerances the gradient is away from `factor` times the mean."""
+    def off(self, ratio: float = 1.0) -> float:
+        """Return how many tolerances it is away from `ratio` times the clipped mean."""
+        factor = ratio * self.factor
         distance = float((self.actual - factor * self.mean).norm())
         return distance / max(self.allowed * abs(factor), 1e-30) if distance else 0.0
 
@@ -187,31 +189,27 @@ def _first_deviation(step: Step, replays: dict[int, Any]) -> Deviation | None:
     batches = max(of["batches"] for of in replays.values())
     for group in step.run.groups or [list(replays)]:
         files = [Path(replays[rank]["path"]) for rank in group]
-        coefficients = [_coefficient(step.events[rank]) for rank in group]
-        for found in judge(files, batches, coefficients, _is_mean(step)):
+        for found in judge(files, batches, _is_mean(step)):
             return replace(found, rank=group[found.rank])
     return None
 
 
-def judge(
-    files: Sequence[Path], batches: int, coefficients: Sequence[float], is_mean: bool
-) -> list[Deviation]:
+def judge(files: Sequence[Path], batches: int, is_mean: bool) -> list[Deviation]:
     """Hold each rank's gradients against the mean of what all ranks computed again.
 
     Args:
         files: what `replay.finish` wrote, one of each rank.
         batches: micro-batches of the step.
-        coefficients: what clipping and unscaling multiplied each rank's gradients by.
         is_mean: the loss of each rank is known to be a mean over its own batch.
     """
     import torch  # needed here alone
 
     ranks = [torch.load(file, weights_only=True) for file in files]
     deviations: list[Deviation | None] = []
-    for rank, coefficient in enumerate(coefficients):
+    for rank in range(len(ranks)):
         tensors = [_compared(ranks, rank, name, batches) for name in ranks[rank]["actual"]]
         known = [t for t in tensors if t is not None]
-        deviations.append(_deviation(rank, len(ranks), known, coefficient, is_mean))
+        deviations.append(_deviation(rank, len(ranks), known, is_mean))
     found = [each for each in deviations if each is not None]
     return _apart(found, len(ranks)) or found
 
@@ -254,43 +252,48 @@ def _compared(ranks: Sequence[Any], rank: int, name: str, batches: int) -> Compa
         mean,
         own and cut(own[0], part),
         allowed,
+        ranks[rank].get("factors", {}).get(name, 1.0),
         cut(sum(last) / len(ranks), part) if last else None,
         ranks[rank].get("earlier", {}).get(name),
     )
 
 
 def _deviation(
-    rank: int, size: int, tensors: Sequence[Compared], coefficient: float, is_mean: bool
+    rank: int, size: int, tensors: Sequence[Compared], is_mean: bool
 ) -> Deviation | None:
     """Return what is wrong on one rank: nothing, one factor for all tensors, or single tensors."""
-    wrong = [t for t in tensors if t.off(coefficient) > 1]
+    wrong = [t for t in tensors if t.off() > 1]
     if not wrong:
         return None
     others = len(wrong) - 1
     if not any(bool(t.actual.any()) for t in tensors):
         return Deviation(rank, wrong[0].name, "got zeros", True, others)
-    common = _factor([(t.mean, t.actual) for t in tensors])
-    if len(tensors) > 1 and all(t.off(common) <= 1 for t in tensors):
-        ratio = common / coefficient
+    ratio = _factor([(t.mean * t.factor, t.actual) for t in tensors])
+    if len(tensors) > 1 and all(t.off(ratio) <= 1 for t in tensors):
         # Reduced by hand, a sum is right where the loss was divided by the number of ranks.
-        is_sum = abs(ratio / size - 1) < 0.01 and any(t.kind == "plain" for t in tensors)
+
+        def is_just(factor: float) -> bool:
+            return all(t.off(factor) <= 1 for t in tensors)
+
+        is_sum = is_just(size) and any(t.kind == "plain" for t in tensors)
         suspects = (size, 1.0 / size, size**2, 1.0 / size**2, 2.0, 0.5)
-        is_odd = ratio > 1.01 or any(abs(ratio / each - 1) < 0.01 for each in suspects)
+        is_odd = ratio > 1.01 or any(map(is_just, suspects))
         words = f"got {ratio:.3f} x it in every element of every gradient"
         is_certain = is_mean if is_sum else is_odd
         return Deviation(rank, wrong[0].name, words, is_certain, others, ratio, is_sum)
-    worst = max(wrong, key=lambda t: t.off(coefficient))
-    words = _why(wrong, size, coefficient)
+    worst = max(wrong, key=Compared.off)
+    words = _why(wrong, size)
     if words:
         return Deviation(rank, worst.name, words, True, others)
-    share = float((worst.actual - worst.mean).norm() / worst.mean.norm().clamp_min(1e-30))
+    wanted = worst.factor * worst.mean
+    share = float((worst.actual - wanted).norm() / wanted.norm().clamp_min(1e-30))
     if share < _VISIBLE:
         return None  # a compressed reduction rounds so much
     words = f"got one that differs by {100 * share:.1f} % of its norm"
     return Deviation(rank, worst.name, words, False, others)
 
 
-def _why(wrong: Sequence[Compared], size: int, coefficient: float) -> str:
+def _why(wrong: Sequence[Compared], size: int) -> str:
     """Return in words what fits all wrong gradients, or "" where nothing does."""
 
     def fits(found: Sequence[Tensor | None], also: float = 0.0) -> bool:
@@ -303,12 +306,12 @@ def _why(wrong: Sequence[Compared], size: int, coefficient: float) -> str:
 
     if size > 1 and fits([t.own for t in wrong]):
         return _OWN
-    if fits([None if t.last is None else t.last * coefficient for t in wrong]):
+    if fits([None if t.last is None else t.last * t.factor for t in wrong]):
         return "got that of the last micro-batch alone: the others were cleared before the step"
     # What is left of the step before is what that step was given, clipped where it clips.
     known = [t for t in wrong if t.earlier is not None and t.earlier.shape == t.mean.shape]
     both = [(t.mean + t.earlier, t.actual) for t in known if t.earlier is not None]
-    left = [t.mean * coefficient + t.earlier for t in known if t.earlier is not None]
+    left = [t.mean * t.factor + t.earlier for t in known if t.earlier is not None]
     factor = _factor(both)
     if len(known) == len(wrong) and (
         fits(left, 1e-4) or fits([factor * of for of, _ in both], 1e-4)

@@ -261,6 +261,7 @@ class Run:
     alone: set[int] = field(default_factory=set)  # optimizers: each rank trains weights of its own
     seen: dict[tuple[Any, ...], tuple[int, int]] = field(default_factory=dict)
     looped: bool = False
+    repeated: dict[tuple[int, int], set[Any]] = field(default_factory=dict)  # by rank and epoch
     unheld: dict[tuple[int, str], bool] = field(default_factory=dict)  # whether equal at first
     passes: dict[int, dict[int, Any]] = field(default_factory=dict)  # of a rank: their samples
     weights: dict[int, tuple[int, int, float]] = field(default_factory=dict)  # of first losses
@@ -286,7 +287,8 @@ class Run:
         """Take one rank's step; returns the step once all ranks have taken it."""
         optimizer, number = event["optimizer"], event["step"]
         rank.steps[optimizer] = number
-        if not event["forwards"] and not optimizer and _UNSEEN not in self.notes:
+        is_unseen = not event["forwards"] and not self.is_joined
+        if is_unseen and not optimizer and _UNSEEN not in self.notes:
             self.notes.append(_UNSEEN)
         rank.forwards += len(event["forwards"])
         event["seen"] = rank.forwards

@@ -36,6 +36,13 @@ _MANY = 8  # parameters that are sampled
 _SHARE = 1e-2  # of the largest update: what kernels that fuse operations are apart
 
 
+def random_now() -> int:
+    """Return a hash of the states that random numbers are drawn from."""
+    states = [torch.get_rng_state()]
+    states += [torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else []
+    return zlib.crc32(torch.cat(states).numpy().tobytes())
+
+
 class Window:
     """What happened since the last step of any optimizer. Hashes stay on their device so long."""
 
@@ -69,11 +76,8 @@ class Window:
                     for t in tensors
                     if t.grad_fn is None and t.numel() > 1
                 ],
-                "random": zlib.crc32(torch.get_rng_state().numpy().tobytes()),
-                "drops": any(
-                    isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0 and m.training
-                    for m in module.modules()
-                ),
+                "random": random_now(),
+                "drops": False,
                 "inside": ddp is None and any(names.of(p).wrapper for p in module.parameters()),
                 "syncs": None if ddp is None else bool(ddp.require_backward_grad_sync),
                 "averages": ddp is not None and not getattr(ddp, "_comm_hooks", True),
@@ -151,6 +155,7 @@ class Watched:
         self.parameters: list[Tensor] = []
         self.last: list[Any] = []  # hashes of its parameters
         self.event: dict[str, Any] = {}
+        self.factors: list[float] = []  # what clipping and unscaling multiplied each gradient by
         self.sample: Any = None  # parameters whose update is computed again
         self.ids: set[int] = set()
         self._seen: tuple[object, ...] = ()

@@ -54,7 +54,7 @@ def data(steps: int = 100, ranks: int = 4, **fields: Any) -> dict[str, Any]:
 def test_the_page_says_everything_escaped_with_what_is_wrong_first():
     text = page(data())
     assert "<script" not in text
-    said = [*SENTENCES.values(), "train.py:88", "first in step 3, in 17 steps"]
+    said = [*SENTENCES.values(), "train.py:88", "first in step 3, in at least 17 steps"]
     said.append('<p class="verdict bad"><strong>2 causes in 100 steps')
     assert [words for words in said if words not in text] == []
     cards = re.findall(r'<section class="card(.*?)" id="found-(.*?)"', text)
