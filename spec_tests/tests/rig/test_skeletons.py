@@ -134,7 +134,7 @@ def cases_of_both_ends(
 ) -> list[CaseResult]:
     """What cases came to in the clause's smallest world, if they say anything.
 
-    They are the last one, and the first one if it judges another function.
+    They are the first one, and the last one if it judges another function.
     """
     cases = [
         case
@@ -142,7 +142,7 @@ def cases_of_both_ends(
         if case["world"] == clause.worlds[0] and case.get("subject", min(offered)) in offered
     ]
     transport = "gloo" if hooks.needs() or "sim" not in clause.transports else "sim"
-    chosen = {case.get("subject"): case for case in (cases[0], cases[-1])}.values()
+    chosen = {case.get("subject"): case for case in (cases[-1], cases[0])}.values()
     results = [judged(target, worlds, clause, case, transport=transport) for case in chosen]
     found = [result for result in results if result.outcome not in SILENT]
     assert found, results[0].message
