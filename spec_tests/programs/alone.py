@@ -355,11 +355,7 @@ def flags_of(scene: Scene, rank: int, micro: str) -> tuple[str, ...]:
 
 
 def exposed(
-    scene: Scene,
-    program: Program,
-    size: int = 2,
-    is_replicated: bool = False,
-    among: Iterable[str] = FAULTS,
+    scene: Scene, program: Program, size: int, is_replicated: bool, among: Iterable[str]
 ) -> frozenset[str]:
     """Return which of these faults a situation tells from what is right. No ranks are needed."""
 

@@ -90,8 +90,8 @@ def test_each_fault_is_exposed_by_a_situation():
         asked.setdefault((TELLS[fault], "buffers" in fault), set()).add(fault)
     for (line, is_replicated), faults in asked.items():
         assert exposed(*law.read(line), 3, is_replicated, faults) == faults
-    assert exposed(*law.read("backward 0, clip two"), among=["summed"]) == {"summed"}
-    assert exposed(*law.read("another_lives, evaluate 0")) == frozenset()
+    assert exposed(*law.read("backward 0, clip two"), 2, False, ["summed"]) == {"summed"}
+    assert exposed(*law.read("another_lives, evaluate 0"), 2, False, FAULTS) == frozenset()
 
 
 @pytest.mark.parametrize("subject", AXES_OF)
