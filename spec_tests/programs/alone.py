@@ -358,9 +358,9 @@ def flags_of(scene: Scene, rank: int, micro: str) -> tuple[str, ...]:
 
 
 def exposed(
-    scene: Scene, program: Program, size: int = 2, is_replicated: bool = False
+    scene: Scene, program: Program, size: int, is_replicated: bool, among: Iterable[str]
 ) -> frozenset[str]:
-    """Return the faults that a situation tells from what is right. No ranks are needed."""
+    """Return which of these faults a situation tells from what is right. No ranks are needed."""
 
     def world(fault: Fault) -> Any:
         ranks = [Alone(scene, size, rank, fault, is_replicated) for rank in range(size)]
@@ -371,6 +371,4 @@ def exposed(
         return torch.equal(one, other) if are_tensors else one is other or one == other
 
     right = world(RIGHT)
-    return frozenset(
-        name for name, fault in FAULTS.items() if not all(map(same, right, world(fault)))
-    )
+    return frozenset(name for name in among if not all(map(same, right, world(FAULTS[name]))))

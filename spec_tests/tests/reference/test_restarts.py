@@ -102,30 +102,6 @@ def starts(*ended):
     return sum(one.out.count("  checkpoints: ") for one in ended)
 
 
-@with_proc
-def test_killed_then_told_to_stop_a_run_ends_with_the_same_bits(place, whole):
-    folder = place / "disturbed"
-    folder.mkdir()
-    options = ("--standalone", "--nproc-per-node=2", "--max-restarts=1")
-    with torchrun(options, DDP, FLAGS, folder=folder) as agent:
-        pids = agent.ranks_when_started(2)
-        after_steps(agent, folder, LATER, kills.NAME)
-        os.kill(pids[1], signal.SIGKILL)
-        agent.wait_until(lambda: set(agent.ranks().values()).isdisjoint(pids.values()), "a restart")
-        after_steps(agent, folder, num_steps(folder, kills.NAME) + 2, kills.NAME)
-        os.kill(agent.pid, signal.SIGTERM)
-        stopped = agent.wait()
-        left = agent.close()
-    again = run_ranks(DDP, *FLAGS, folder=folder)
-
-    assert left == [], "torchrun ended before its ranks did"
-    assert starts(stopped) == 2, stopped
-    assert stopped.err.count("told to stop; saved after step") == 2, stopped.err
-    assert "going on after step" in again[0].out
-    assert kills.differences(whole, folder) == []
-    assert kills.torn(folder / "saved", is_over=True) == []
-
-
 def page(first_words):
     """The fenced block of the page on many nodes that begins so."""
     text = (ROOT / "solution" / "README.md").read_text()
@@ -150,20 +126,31 @@ def node(folder, port, number):
 
 
 @with_proc
-def test_two_nodes_end_as_one_does_though_one_of_them_lost_its_rank(place, whole):
+def test_two_nodes_killed_then_told_to_stop_end_with_the_same_bits(place, whole):
     folder, port = place / "nodes", free_port()
     folder.mkdir()
 
     with node(folder, port, 0) as first, node(folder, port, 1) as second:
-        ranks = [agent.ranks_when_started(1) for agent in (first, second)]
+        nodes = first, second
+        ranks = [agent.ranks_when_started(1) for agent in nodes]
         after_steps(first, folder, LATER, kills.NAME)
         [killed] = ranks[1].values()
         os.kill(killed, signal.SIGKILL)
-        ended = [agent.wait().require(0) for agent in (first, second)]
+        second.wait_until(lambda: killed not in second.ranks().values(), "a restart")
+        after_steps(first, folder, num_steps(folder, kills.NAME) + 2, kills.NAME)
+        for agent in nodes:
+            os.kill(agent.pid, signal.SIGTERM)
+        stopped = [agent.wait() for agent in nodes]
+        left = [pid for agent in nodes for pid in agent.close()]
+    again = run_ranks(DDP, *FLAGS, folder=folder)
 
     assert sorted(rank for found in ranks for rank in found) == [0, 1], "a rank on each node"
-    assert starts(*ended) == 2, "both nodes began anew, once"
+    assert left == [], "torchrun ended before its ranks did"
+    assert starts(*stopped) == 2, "both nodes began anew, once"
+    assert ["told to stop; saved after step" in each.err for each in stopped] == [True, True]
+    assert "going on after step" in again[0].out
     assert kills.differences(whole, folder) == []
+    assert kills.torn(folder / "saved", is_over=True) == []
 
 
 STAND_INS = {

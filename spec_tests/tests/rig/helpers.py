@@ -102,10 +102,10 @@ def python(
     """Run this Python in a folder, the suite within reach, and return how it ended.
 
     It gets none of pytest's variables: a run within a worker of xdist would take itself for one.
-    A module is forked from a process that has imported torch, and does not see what a test has put
-    in `os.environ`. A program's text (`-c`) is a process of its own.
+    A module, or a program's text of several lines, is forked from a process that has imported
+    torch, and does not see what a test has put in `os.environ`.
     """
-    if arguments[0] == "-m":
+    if arguments[0] == "-m" or "\n" in arguments[1]:
         with tempfile.TemporaryDirectory(prefix="trainspec-") as scratch:
             _, module, *words = arguments
             name = f"{scratch}/command"

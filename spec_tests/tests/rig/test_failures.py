@@ -223,6 +223,10 @@ def test_a_call_that_is_interrupted_leaves_no_old_reply(worlds: Worlds, monkeypa
     def interrupt(*args: object) -> None:
         raise KeyboardInterrupt
 
+    pids = worlds.world(2).run(bodies.pid)
+    for pid in pids:
+        os.kill(pid, signal.SIGINT)  # Ctrl-C reaches the ranks too, which ignore it
+    assert worlds.world(2).run(bodies.pid) == pids
     with monkeypatch.context() as patch:
         patch.setattr(pool.Pool, "_collect", interrupt)
         with pytest.raises(KeyboardInterrupt):

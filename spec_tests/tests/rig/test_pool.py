@@ -209,7 +209,7 @@ def tensors(ctx: Context) -> list[torch.Tensor]:
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="descriptors are read from /proc")
 def test_calls_and_pools_leave_nothing_open(own: Worlds):
     closed = []
-    for number in range(4):
+    for number in range(3):
         world = own.world(2)
         world.run(tensors)
         world.run(open_things)

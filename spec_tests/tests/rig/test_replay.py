@@ -158,7 +158,8 @@ def clip_grad_norm_(parameters, max_norm, norm_type=2.0, *, error_if_nonfinite=F
 """
 NEEDED = ("ddp.gradients.frozen-stay-none", "ddp.gradients.called-by-keyword")
 """On three ranks each, in one case."""
-WRONG = "clip.norm.global"
+WRONG = "clip.norm.any-iterable"
+"""In one case as well."""
 
 
 def judged(arguments: list[str], folder: Path) -> dict[str, tuple[str, str, str]]:
