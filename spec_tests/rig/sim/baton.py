@@ -61,8 +61,8 @@ class Private:
         self._random = random.getstate()
         # NumPy draws normal numbers in pairs and keeps the second outside of the generator.
         if self._second_normal or self._used.value != self._seen:
-            self._normals: Any = np.random.get_state()
-            self._seen, self._second_normal = self._used.value, bool(self._normals[3])
+            self._normals = np.random.get_state(legacy=False)
+            self._seen, self._second_normal = self._used.value, bool(self._normals["has_gauss"])
         self._dtype = torch.get_default_dtype()
         self._filters = warnings.filters  # type: ignore[assignment]  # a list, whatever stubs say
         self._show = warnings.showwarning, warnings._showwarnmsg_impl  # type: ignore[attr-defined]  # not in stubs
