@@ -134,6 +134,10 @@ def build_trainer(
         dtype: a forward computes in it: float32 or bfloat16.
         process_group: the ranks that take part; None means the default group.
 
+    Raises:
+        NotImplementedError: an optimizer or an option that this trainer does not take; raised here
+            and not by a later call.
+
     Level `correct`:
         mean-gradient: A step's gradient is the mean over its micro-batches and the group's ranks.
         first-weights: Ranks begin with the first rank's weights, unless "start" declares "own".

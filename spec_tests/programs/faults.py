@@ -190,7 +190,7 @@ FAULTS: dict[str, Fault] = {
         "a parameter that was frozen or thawed goes on as before", notices=lambda number: False
     ),
     "frozen-trains": Fault(
-        "frozen weights are trained: Parameters made anew require gradients", heeds_frozen=False
+        "frozen weights are trained, as Parameters made anew are", heeds_frozen=False
     ),
     "own-buffers": Fault(
         "the rank's own buffers: nothing is broadcast before a training forward",

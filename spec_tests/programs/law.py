@@ -266,7 +266,8 @@ def judge_updates(
     __tracebackhide__ = True
     scene, program = read(situation)
     alone = once(("stepped", situation), lambda: Stepped(scene).follow(program))
-    wrong = {DEAF: lambda: Deaf(scene).follow(program), **(wrong or {})}
+    deaf = partial(once, ("deaf", situation), lambda: Deaf(scene).follow(program))
+    wrong = {DEAF: deaf, **(wrong or {})}
     never = once(("never", situation), lambda: Stepped(scene).weights())
     before = never
 

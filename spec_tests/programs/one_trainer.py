@@ -252,7 +252,8 @@ FAULTS = {
     "never-clears": "gradients of the steps before are still in it: they were not cleared",
     "own-start": "trained from the rank's own weights, and not from the first rank's",
     "own-alone": "this rank's micro-batches alone: gradients were not reduced",
-    "frozen-trains": "frozen weights are trained: Parameters made anew require gradients",
-    "untied": "a tied weight is trained by its first name's gradient alone: the tie is lost",
+    "frozen-trains": "frozen weights are trained, as Parameters made anew are",
+    "untied": "a tied weight is trained by its first name's gradient alone: "
+    "the tie, or the other gradient, is lost",
     "swallows": "an exception of the caller's code is swallowed",
 }

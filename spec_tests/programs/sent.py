@@ -141,7 +141,10 @@ def judge_calls(
     *,
     amounts: bool,
 ) -> None:
-    """No call may send more than the contract lets it; without `amounts`: may send at all."""
+    """No call may send more than the contract lets it.
+
+    Without `amounts` only calls that must reduce nothing are judged for what they reduce.
+    """
     __tracebackhide__ = True
     size = len(ranks)
     toy = scene.word("toy")

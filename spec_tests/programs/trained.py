@@ -9,6 +9,7 @@ is float32: real libraries keep float32 weights whatever they are given.
 from __future__ import annotations
 
 import re
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -142,6 +143,11 @@ class Run(Machine):
     late = Machine.nothing
 
 
+def _raised_by_torch(error: Exception) -> bool:
+    raised = traceback.extract_tb(error.__traceback__)[-1].filename
+    return raised.startswith(str(Path(torch.__file__).parent))
+
+
 class OnRank(Run):
     """The same around the implementation's trainer, on a rank.
 
@@ -182,6 +188,9 @@ class OnRank(Run):
         try:
             trainer, own = built(MakeOptimizer.of(scene))
         except NotImplementedError as refused:
+            # What torch lacks is a fault. A second build that one rank alone begins may hang.
+            if group is not None or _raised_by_torch(refused):
+                raise
             other = MakeOptimizer.of(scene, stands_in=True)
             self.stands_in = other.cls.__name__
             try:

@@ -91,7 +91,7 @@ def bounds(
 ) -> list[Bound]:
     """The rules for one tensor. `seen` has the dtype of the inputs, `ref` is float64."""
     if name == "L":
-        rule = "largest error of L (a few roundings to float32)"
+        rule = "largest error of L (some roundings of its largest value)"
         return [Bound(rule, *_lse(seen, ref, tf32=tf32))]
     error, own, unit = _norm(seen.double() - ref), base.double() - ref, UNIT[seen.dtype]
     if seen.dtype in (torch.float32, torch.float64):
@@ -101,7 +101,7 @@ def bounds(
         # The reference itself is float64: beside it, float64 gets its rounding once more.
         spare = 4.0 if seen.dtype == torch.float64 else 1.0
         rounded = (roundings + 8.0 * largest_lse) * unit * _norm(ref)
-        rule = "norm of the error (4 times plain attention's, and some roundings of each element)"
+        rule = f"{BY_PLAIN.format(int(4 * spare))}, and some roundings of each element"
         return [Bound(rule, error, spare * (4.0 * _norm(own) + rounded))]
     if name in ("dQ", "dK") and not gentle:
         return [Bound(BY_PLAIN.format(4), error, 4.0 * _norm(own))]
@@ -272,10 +272,14 @@ _RATIOS = {
 }
 
 
+MOST_SCORES = 2**18
+"""Of a problem for which causes are looked for: each candidate is an oracle of its own."""
+
+
 def _looks_like(name: str, seen: torch.Tensor, problem: Problem) -> str:
     """A near definition that gives the same values, if there is one."""
-    if problem.seq_q * problem.num_keys > 2**18:
-        return ""  # each candidate is an oracle of its own
+    if problem.seq_q * problem.num_keys > MOST_SCORES:
+        return ""
     ref, scale = reference(problem)[name], problem.factor
     for means, changed in _OTHERS.items():
         other = changed(problem)
@@ -295,7 +299,8 @@ def _looks_like(name: str, seen: torch.Tensor, problem: Problem) -> str:
 
 def _narrow(name: str, seen: torch.Tensor, problem: Problem) -> str:
     """What it means if the error is mostly that of narrow scores and sums, for a usual tile."""
-    if name != "O" or problem.torch_dtype not in (torch.float16, torch.bfloat16):
+    is_narrow = problem.torch_dtype in (torch.float16, torch.bfloat16)
+    if name != "O" or not is_narrow or problem.seq_q * problem.num_keys > MOST_SCORES:
         return ""
     error = _norm(seen.double() - reference(problem)[name])
     tiles = (narrow(problem, tile).double() for tile in (16, 32, 64, 128))

@@ -260,7 +260,7 @@ LASTING = Scene.of("shifted lasting")
 
 
 def coasted(run, steps):
-    """By what the last step without a gradient moves each weight, over what the first one did."""
+    """How far the last step, without a gradient, moves each weight, if the first moves it by 1."""
     seen = [run.weights()]
     for number in range(steps):
         run.trainer.step([b | {"factor": 0.0 if number else 1.0} for b in run.batches(1)])

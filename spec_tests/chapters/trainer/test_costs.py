@@ -139,7 +139,7 @@ def test_parameters_are_divided(world, subject):
         [held_bytes for [held_bytes], _ in ranks],
         {
             "its share of weights, gradients and float32 weights": 3 * BYTES // world.size,
-            "its share of moments": 2 * bool(ranks[0][1]) * BYTES // world.size,
+            "its rows of two moments": bool(ranks[0][1]) * (2 * BYTES // world.size + LARGEST),
             "a block's weights": 2 * LARGEST,
             "micro-batches, counters and padding": PADDING + 4096,
         },

@@ -64,10 +64,8 @@ class Watch(nn.Module):
 def modes(ctx, subject):
     """Modes of a layer in the forwards of steps and evaluations."""
     watch = Watch()
-    run = OnRank(
-        *(ctx, subject, "mlp of-two"),
-        module=lambda: nn.Sequential(nn.Linear(6, 5), watch, nn.Linear(5, 3)),
-    )
+    layers = nn.Linear(6, 5), watch, nn.Linear(5, 3)
+    run = OnRank(ctx, subject, "mlp of-two", module=lambda: nn.Sequential(*layers))
     evaluate = run.method("evaluate")
     found = {}
     for number in (1, 2):
@@ -101,10 +99,8 @@ def test_evaluations_run_in_evaluation_mode(world, subject):
 
 def modes_kept(ctx, subject):
     """Modes of all layers, of which one is in evaluation mode, before and after an evaluation."""
-    run = OnRank(
-        *(ctx, subject, "mlp"),
-        module=lambda: nn.Sequential(nn.Linear(6, 5), nn.Dropout(0.5), nn.Linear(5, 3)),
-    )
+    layers = nn.Linear(6, 5), nn.Dropout(0.5), nn.Linear(5, 3)
+    run = OnRank(ctx, subject, "mlp", module=lambda: nn.Sequential(*layers))
     evaluate = run.method("evaluate")
     run.module.get_submodule("1").eval()
     before = {name: part.training for name, part in run.module.named_modules()}

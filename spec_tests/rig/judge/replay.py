@@ -286,7 +286,7 @@ def _tell_of_gloo(error: BaseException, clause: Clause, case: Case, world: World
     """
     assert world.target is not None
     again = with_values(clause)
-    if "nan" in str(error):
+    if re.search(r"\bnan\b", str(error)):
         for words in getattr(SITUATION.get().observed, "in_flight", ())[:2]:
             error.add_note(f"not waited for {words}")
     with nothing_shrunk():

@@ -29,7 +29,11 @@ OUTSIDE = (
     "likely: native code read or wrote memory that is not its own, now or earlier, as a kernel "
     "without a boundary check does"
 )
-_DAMAGED = re.compile(r"^\w+\(\): |corrupt|^\S*malloc: \*\*\*", re.MULTILINE)
+_DAMAGED = re.compile(
+    r"^(free|realloc|malloc|munmap_chunk|malloc_consolidate)\(\): |^double free or corruption"
+    r"|^corrupted (size|double)|malloc: \*\*\*",
+    re.MULTILINE,
+)
 """What malloc and free say before they abort a process whose heap is damaged."""
 
 

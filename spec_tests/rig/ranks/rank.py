@@ -102,7 +102,7 @@ class Context:
         impl: the implementation; a function that it lacks raises NotOfferedError when called.
         seed: the task's seed; torch, NumPy and random were seeded with `1000 * seed + rank`.
         scratch: a folder that all ranks of this pool share.
-        owns_process: whether no other rank lives in this process, whose memory is then this rank's.
+        owns_process: whether this process runs this rank only, so that its memory is the rank's.
     """
 
     owns_process = True

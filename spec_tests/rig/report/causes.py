@@ -252,8 +252,10 @@ def innermost(message: str) -> tuple[str, int]:
     frames = FRAME.findall(message)
     is_foreign = bool(frames) and not is_own(frames[-1][0])
     below = FRAME.findall(before) if chained and is_foreign else []
-    own = [(file, int(line)) for file, line in below or frames if is_own(file)]
-    return own[-1] if own else ("", 0)
+    for found in (below, frames):
+        if own := [(file, int(line)) for file, line in found if is_own(file)]:
+            return own[-1]
+    return "", 0
 
 
 def source_of(message: str) -> dict[str, Any]:

@@ -52,7 +52,7 @@ class SimReply:
     in_flight: tuple[str, ...]
 
 
-_MAY_BE_LEFT = {"all": (), "but gathers": ("all_gather", "broadcast"), "none": ("",)}
+_MAY_BE_LEFT = {"all": (), "but gathers": ("all_gather",), "none": ("",)}
 """How the names of operations begin that nobody must have waited for, see `Schedule`."""
 
 

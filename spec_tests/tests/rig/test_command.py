@@ -147,9 +147,14 @@ def processes_of(session: int) -> list[str]:
     return found
 
 
+def take_interrupts() -> None:
+    """As at a terminal: what a shell starts in the background ignores them from birth on."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="counts processes under /proc")
-def test_an_interrupted_run_shows_its_ending_and_leaves_no_process(tmp_path: Path):
-    """By SIGTERM, which raises what Ctrl-C does, and ends the process that forks the ranks too."""
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+def test_an_interrupted_run_shows_its_ending_and_leaves_no_process(tmp_path: Path, number: int):
     (tmp_path / "mine.py").write_text(BUSY)
     words = ["--impl", "mine.py", "--clause", UNTOUCHED, "--report", "out"]
     with subprocess.Popen(
@@ -160,11 +165,12 @@ def test_an_interrupted_run_shows_its_ending_and_leaves_no_process(tmp_path: Pat
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
+        preexec_fn=take_interrupts,
     ) as command:
         try:
             assert within(60, lambda: len(list(tmp_path.glob("inside-*"))) == 2), "no ranks"
-            # `timeout` tells every process of the command: the first one decides.
-            os.killpg(command.pid, signal.SIGTERM)
+            # A terminal, and `timeout`, tell every process of the command: the first one decides.
+            os.killpg(command.pid, number)
             said, _ = command.communicate(timeout=100)
             is_gone = within(10, lambda: not processes_of(command.pid))
         finally:

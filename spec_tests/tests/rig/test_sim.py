@@ -95,7 +95,7 @@ def misuse(ctx: Context, how: str) -> torch.Tensor:
     if how == "change":
         work = programs.gather(torch.zeros(8), tensor, async_op=True)
     elif how == "ahead":
-        work = dist.broadcast(tensor.clone(), 0, async_op=True)
+        work = programs.gather(torch.zeros(8), tensor.clone(), async_op=True)
     else:
         work = dist.all_reduce(tensor, async_op=True)
     if how in ("forget", "ahead"):
@@ -135,7 +135,7 @@ def test_who_reads_before_the_wait_reads_poison(worlds: Worlds):
 def test_what_is_gathered_ahead_may_be_left_unless_every_wait_is_asked_for(worlds: Worlds):
     left = sim(worlds).run(misuse, "ahead").in_flight
     assert [words.partition(" (")[0] for words in left] == [
-        f"on rank {i}: broadcast" for i in (0, 1)
+        f"on rank {i}: all_gather_single" for i in (0, 1)
     ]
     with pytest.raises(RankRaised, match="UnwaitedWork: rank 0 has left the body"):
         sim(worlds).scheduled(Schedule(unwaited="all")).run(misuse, "ahead")
