@@ -143,7 +143,8 @@ TWICE_FREED = "libc.malloc.restype = p = ctypes.c_void_p; a = p(libc.malloc(9));
     "libc.free(a); libc.free(a)"
 )
 OF_ATTENTION = {"subject": "flash_attention", "case": "none"}
-INSTALL, NOT_SIMULATED = "python -m pip install no_such_package", "Work.result() is not simulated"
+SCATTERED = "reduce_scatter(parameter.grad.clone(), [parameter.grad] * dist.get_world_size()"
+INSTALL, NOT_SIMULATED = "python -m pip install no_such_package", "gloo implements no result() of"
 ROWS = {
     **{name: Row(calling(does), outcome, (said,)) for name, (does, outcome, said) in CALLS.items()},
     **{
@@ -159,8 +160,10 @@ ROWS = {
         OF_ATTENTION,
     ),
     "a future's result": Row(RESULT, PASSED),
-    "a future's result, simulated": Row(
-        RESULT, NOT_HERE, (NOT_SIMULATED,), "ddp.schedule.same-gradients", {}
+    "a future's result, simulated": Row(RESULT, PASSED, (), "ddp.schedule.same-gradients", {}),
+    "a result that gloo lacks, simulated": Row(
+        RESULT.replace("all_reduce(parameter.grad", SCATTERED),
+        *(NOT_HERE, (NOT_SIMULATED,), "ddp.schedule.same-gradients", {}),
     ),
     **{
         f"a loader that {name}": Row(LOADER.format(statement), FAILED, (said,), WINDOW, {})
