@@ -49,17 +49,17 @@ def batches_not_repeated(step: Step) -> Iterator[Finding]:
     """A rank MUST NOT train on a batch that another rank has had earlier in the same epoch."""
     run, seen = step.run, step.run.seen
     for peers in step.peers() if len(seen) < _KEPT else ():
-        batches = [(rank, batch) for rank in peers for batch in _large(step.events[rank])]
-        again = [
-            (rank, batch, *seen[batch])
-            for rank, batch in batches
-            if batch in seen and seen[batch][1] < step.number
+        batches = [
+            (at, rank, batch, *seen.get(batch, (rank, math.inf)))
+            for rank in peers
+            for at, batch in enumerate(_large(step.events[rank]))
         ]
+        again = [each for each in batches if each[-1] < step.number]
         # A rank that begins its own data again is in a new epoch.
-        run.looped = run.looped or any(rank == other for rank, _, other, _ in again)
-        if run.looped or len(again) == len(batches):  # nor has any rank new data in it
-            continue
-        for rank, batch, other, number in again:
+        run.looped = run.looped or any(rank == other for _, rank, _, other, _ in again)
+        # So are ranks that all get what was had before.
+        new = {at for at, *_, number in batches if number == math.inf and not run.looped}
+        for _, rank, batch, other, number in (each for each in again if each[0] in new):
             epoch = (step.events[rank]["feed"] or {}).get("epoch", 0)
             repeated = run.repeated.setdefault((rank, epoch), set())
             repeated.add(batch)
