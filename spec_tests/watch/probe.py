@@ -346,7 +346,6 @@ class Probe:
             "weights": [] if watched.steps else norms_of([*watched.parameters]),
             "bad": {"grads": bad_names, "before": watched.not_finite() if bad_names else []},
             "sums": calls.norm_of_sums(self.window, watched.parameters),
-            "factors": [self.factors.pop(id(p), 1.0) for p in watched.parameters],
             "clip": calls.norm_again(self, watched.parameters),
             "skips": getattr(optimizer, "found_inf", None) is not None,
             "loose": self.loose(watched.steps) if watched.steps else [[], [], []],
@@ -362,7 +361,7 @@ class Probe:
         event["unheld"] = self.window.unheld(self.names, self.optimizers.values(), watched.steps)
         event = plain(event)
         watched.last = event["before"]
-        watched.factors = [factor / event["scale"] for factor in event.pop("factors")]
+        watched.factors = [self.factors.pop(id(p), 1) / event["scale"] for p in watched.parameters]
         event["replay"] = self.replay(watched)
         watched.usual = len(self.window.forwards)
         self.window = Window()
