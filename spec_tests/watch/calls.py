@@ -38,7 +38,7 @@ def start() -> None:
     observe("zero_grad", optimizer, after=_cleared)
     observe("zero_grad", module, after=_cleared)
     observe("load_state_dict", optimizer, around=load_state)
-    observe("add_param_group", optimizer, after=lambda probe, _, own, *of: probe.built.add(own))
+    observe("add_param_group", optimizer, after=_built)
     for name in ("clip_grad_norm_", "clip_grads_with_norm_"):
         observe(name, nn.utils, nn.utils.clip_grad, around=clip_grad_norm)
     observe("step", torch.optim.lr_scheduler.LRScheduler, before=_scheduled)
@@ -65,6 +65,10 @@ def _dropped(
         probe.window.forwards[-1]["drops"] = True
 
 
+def _built(probe: Any, result: None, optimizer: Any, *rest: Any, **keywords: Any) -> None:
+    probe.built.add(optimizer)
+
+
 def _exchanged(probe: Any, *arguments: Any, **keywords: Any) -> None:
     probe.connect().has_messages = True
 
@@ -75,34 +79,42 @@ def clip_grad_norm(
     """Clip, and keep each gradient's norm on this rank and what the largest one became."""
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     with_gradient = [p for p in parameters if p.grad is not None]
-    kind = rest[0] if rest else keywords.get("norm_type", 2.0)
-    kind = float(kind) if "norm_type" in inspect.signature(original).parameters else 2.0
+    is_given = "total_norm" in inspect.signature(original).parameters
+    kind = 2.0 if is_given else float(rest[0] if rest else keywords.get("norm_type", 2.0))
     norms: list[float] = []
     quiet(lambda probe: norms.extend(_norms(with_gradient, kind)))()
     result = original(parameters, max_norm, *rest, **keywords)
     if norms:
-        quiet(_clipped)(with_gradient, norms, kind, float(max_norm))
+        quiet(_clipped)(with_gradient, norms, kind, float(max_norm), is_given)
     return result
 
 
 def _clipped(
-    probe: Any, parameters: list[Tensor], norms: list[float], kind: float, most: float
+    probe: Any,
+    parameters: list[Tensor],
+    norms: list[float],
+    kind: float,
+    most: float,
+    is_given: bool,
 ) -> None:
     largest = max(range(len(norms)), key=norms.__getitem__)
+    clipped = _norms([parameters[largest]], kind)[0]
+    for p in parameters if norms[largest] else ():
+        probe.factors[id(p)] = probe.factors.get(id(p), 1.0) * clipped / norms[largest]
     entries = [probe.names.entry(p, "?") for p in parameters]
     del probe.clips[:-8]  # of parameters that no optimizer has
     probe.clips.append(
         {
             "max": most,
             "kind": kind,
+            "given": is_given,  # the norm, which may be that of more than these
             # Each norm on this rank, and which part of the whole that is.
             "parts": [[n, e.kind, list(e.shard)] for n, e in zip(norms, entries, strict=True)],
             "place": script_line(),
             "largest": parameters[largest],
-            "ids": {id(p) for p in parameters},
             "backwards": probe.window.backwards(parameters),
             "norm": norms[largest],
-            "clipped": _norms([parameters[largest]], kind)[0],
+            "clipped": clipped,
         }
     )
 
@@ -114,13 +126,6 @@ def _norms(parameters: list[Any], kind: float) -> list[float]:
     return [] if not found else torch.stack(found).tolist()
 
 
-def factors(probe: Any, parameters: list[Any]) -> list[float]:
-    """Return what clipping has multiplied each gradient by: parts may be clipped apart."""
-    clips = [clip for clip in probe.clips if clip["norm"]]
-    of = [[c["clipped"] / c["norm"] for c in clips if id(p) in c["ids"]] for p in parameters]
-    return list(map(math.prod, of))
-
-
 def norm_again(probe: Any, parameters: list[Any]) -> dict[str, Any] | None:
     """Return the clipping of an optimizer's gradients, with the norm that the largest has now."""
     ids = {id(p) for p in parameters}
@@ -128,8 +133,8 @@ def norm_again(probe: Any, parameters: list[Any]) -> dict[str, Any] | None:
     probe.clips = [clip for clip in probe.clips if id(clip["largest"]) not in ids]
     if not found:
         return None
-    clip = {name: value for name, value in found[-1].items() if name not in ("largest", "ids")}
-    largest = found[-1]["largest"]
+    clip = found[-1]
+    largest = clip.pop("largest")
     scaled = {each["backwards"] for each in found if each["clipped"] < 0.97 * each["norm"]}
     return {
         **clip,
@@ -288,6 +293,12 @@ def loss_scale(frame: Any) -> float:
         if type(owner).__name__ == "GradScaler" and owner.is_enabled():
             return float(owner.get_scale())
     return 1.0
+
+
+def is_for_join(frame: Any) -> bool:
+    """Return whether a `Join` takes this step, since this rank has ended before the others."""
+    code = torch.distributed.algorithms.join.Join.__exit__.__code__
+    return any(each.f_code is code for each in outwards(frame))
 
 
 # ------------------------------------------------------------------------------------ sums by hand

@@ -16,6 +16,8 @@ _SAMPLER = f"{_DOCS}.distributed.DistributedSampler"
 _RANDOMNESS = "docs.pytorch.org/docs/stable/notes/randomness.html"
 _LEAST = 16  # elements of an input: two smaller ones may be equal by chance
 _ENOUGH = 12  # samples of two ranks that are equal; none within a rank, so that it is no chance
+_FEW = 3  # steps that show how many forwards a step has
+_KEPT = 200_000  # batches: a run that has more is not looked at further
 _PASSES = 4  # that a rank may be in by turns, each over a loader of its own
 
 
@@ -46,18 +48,21 @@ def batches_distinct(step: Step) -> Iterator[Finding]:
 def batches_not_repeated(step: Step) -> Iterator[Finding]:
     """A rank MUST NOT train on a batch that another rank has had earlier in the same epoch."""
     run, seen = step.run, step.run.seen
-    for peers in step.peers():
-        again = [
-            (rank, batch, *seen[batch])
+    for peers in step.peers() if len(seen) < _KEPT else ():
+        batches = [
+            (at, rank, batch, *seen.get(batch, (rank, math.inf)))
             for rank in peers
-            for batch in _of_epoch(step.events[rank])
-            if batch in seen and seen[batch][1] < step.number
+            for at, batch in enumerate(_large(step.events[rank]))
         ]
+        again = [each for each in batches if each[-1] < step.number]
         # A rank that begins its own data again is in a new epoch.
-        run.looped = run.looped or any(rank == other for rank, _, other, _ in again)
-        for rank, batch, other, number in again:
-            repeated = run.repeated.setdefault((rank, batch[0]), set())
-            repeated |= {batch} if rank != other and not run.looped else set()
+        run.looped = run.looped or any(rank == other for _, rank, _, other, _ in again)
+        # So are ranks that all get what was had before.
+        new = {at for at, *_, number in batches if number == math.inf and not run.looped}
+        for _, rank, batch, other, number in (each for each in again if each[0] in new):
+            epoch = (step.events[rank]["feed"] or {}).get("epoch", 0)
+            repeated = run.repeated.setdefault((rank, epoch), set())
+            repeated.add(batch)
             # One alone may fill up the last batch, or the time of a rank whose data has ended.
             if len(repeated) > 1:
                 yield step.finding(
@@ -68,8 +73,8 @@ def batches_not_repeated(step: Step) -> Iterator[Finding]:
                     needs_replicas=True,
                 )
     for rank, event in step.events.items():
-        for batch in _of_epoch(event):
-            if len(seen) < 200_000:
+        for batch in _large(event):
+            if len(seen) < _KEPT:
                 seen.setdefault(batch, (rank, step.number))
 
 
@@ -79,10 +84,9 @@ def _batches(event: Any) -> list[tuple[Any, ...]]:
     return [tuple(inputs) for inputs in all_inputs if inputs]
 
 
-def _of_epoch(event: Any) -> list[tuple[Any, ...]]:
-    """Return the inputs that are too large to be equal by chance, with their epoch if known."""
-    epoch = (event["feed"] or {}).get("epoch", 0)
-    return [(epoch, *batch) for batch in _batches(event) if _size(batch) >= _LEAST]
+def _large(event: Any) -> list[tuple[Any, ...]]:
+    """Return the inputs that are too large to be equal by chance."""
+    return [batch for batch in _batches(event) if _size(batch) >= _LEAST]
 
 
 def _size(batch: tuple[Any, ...]) -> int:
@@ -95,12 +99,15 @@ def steps_same(step: Step) -> Iterator[Finding]:
     """All ranks MUST take the same steps: none skips an update that another one takes."""
     windows = {rank: len(event["forwards"]) for rank, event in step.events.items()}
     few, many = min(windows.values()), max(windows.values())
+    usual = step.run.usual.setdefault(step.optimizer, set())
+    is_usual = usual == {few} and step.number > _FEW
+    usual |= {*windows.values()}
     if step.is_alone or few == many:
         return
     rank = next(r for r, n in windows.items() if n == many)
     backwards = {event["backwards"] for event in step.events.values()}
     if len(backwards) == 1 and (both := min(backwards)):
-        if both != few:  # a backward of several forwards, as of an episode's
+        if both != few and not is_usual:  # a backward of several forwards, as of an episode's
             return
         yield step.finding(
             rank,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -171,7 +172,9 @@ class Names:
         own = getattr(module, "_module_parameters", None)
         hooks = [hook for hook, _ in getattr(module, "_comm_hooks", ())]
         cells = [cell for hook in hooks for cell in getattr(hook, "__closure__", None) or ()]
-        hooks += [cell.cell_contents for cell in cells]  # as a wrapper that compresses has
+        for cell in cells:  # as a wrapper that compresses has
+            with suppress(ValueError):  # of a name that is not assigned yet
+                hooks.append(cell.cell_contents)
         is_local = not _LEAVES_ALONE.isdisjoint(getattr(hook, "__name__", "") for hook in hooks)
         for name, parameter in module.module.named_parameters():
             known = self.of(parameter)

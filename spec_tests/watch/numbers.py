@@ -205,6 +205,8 @@ def _clipped_otherwise(clip: Any, whole: float) -> tuple[str, str] | None:
     if abs(used / right - 1) > 0.03:
         own = _norm([part[0] for part in clip["parts"]], clip["kind"])
         is_own = abs(used / min(1.0, clip["max"] / (own + 1e-6)) - 1) < 0.01 and own != whole
+        if clip["given"] and not (is_own and used < 1):
+            return None  # a norm of more parameters than these, or of another kind
         words = f"expected gradients scaled by {right:.4g} (norm {whole:.4g} over all ranks), got"
         likely = "the norm of this rank's shards alone was used" if is_own else ""
         return f"{words} {used:.4g}", likely

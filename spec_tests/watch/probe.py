@@ -44,6 +44,7 @@ from .layout import (
 from .link import Link, collectives_so_far, ended, forget, raised, script_line, spawned
 from .replay import Recording, finish
 from .window import (
+    EARLY,
     Sample,
     Watched,
     Window,
@@ -108,6 +109,7 @@ class Probe:
         self.has_scaler = False
         self.scaled: set[int] = set()  # scalers that scaled a loss in this window
         self.clips: list[dict[str, Any]] = []
+        self.factors: dict[int, float] = {}  # what clipping has multiplied each gradient by
         self.window = Window()
         self.feeds = loading.Feeds()
         self.loaded: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
@@ -241,6 +243,7 @@ class Probe:
         ids = {id(p) for p in parameters}
         self.window.cleared(ids)
         self.clips = [clip for clip in self.clips if id(clip["largest"]) not in ids]
+        self.factors = {key: of for key, of in self.factors.items() if key not in ids}
         for model, recording in self.recordings.items():
             if any(id(p) in ids for p in model.parameters()):
                 recording.cleared()
@@ -269,15 +272,20 @@ class Probe:
             if not any(id(p) in ids for p in model.parameters() for ids in coming):
                 del self.recordings[model]
 
-    def loose(self) -> list[list[str]]:
-        """Return parameters with gradients that no optimizer holds, and held ones of no module."""
+    def loose(self, steps: int) -> list[list[str]]:
+        """Return parameters with gradients that no optimizer steps, and held ones of no module.
+
+        The third are those of the first that an optimizer holds, which has not stepped for long.
+        """
         held = set().union(*(each.ids for each in self.optimizers.values()))
-        held |= {id(p) for each in self.built for g in each.param_groups for p in g["params"]}
-        named = [(k.name, k.parameter()) for key, k in self.names.known.items() if key not in held]
+        built = {id(p) for each in self.built for g in each.param_groups for p in g["params"]}
+        held |= built if steps < EARLY else set()
+        known = {key: k for key, k in self.names.known.items() if key not in held and k.name}
+        named = [(key, k.name, k.parameter()) for key, k in known.items()]
         loose = [
-            name
-            for name, p in named
-            if name and p is not None and p.requires_grad and p.grad is not None
+            (key, name)
+            for key, name, p in named
+            if p is not None and p.requires_grad and p.grad is not None
         ]
         stray = [
             entry.name
@@ -285,11 +293,12 @@ class Probe:
             for entry, p in zip(each.entries, each.parameters, strict=True)
             if not entry.is_held and entry.is_trained and p.grad is None
         ]
-        return [loose, stray]
+        idle = [name for key, name in loose if key in built]
+        return [[name for _, name in loose], stray, idle]
 
     def left(self, module: nn.Module, output: Any) -> None:
         """The forward at the top has ended."""
-        if self.trains:
+        if self.trains and self.window.forwards:  # none if an optimizer has stepped in it
             forward = self.window.forwards[-1]
             forward["drops"] |= forward["random"] != random_now()
             forward["talks"] = collectives_so_far() != self.talked and not self.names.talks(module)
@@ -337,12 +346,12 @@ class Probe:
             "weights": [] if watched.steps else norms_of([*watched.parameters]),
             "bad": {"grads": bad_names, "before": watched.not_finite() if bad_names else []},
             "sums": calls.norm_of_sums(self.window, watched.parameters),
-            "factors": calls.factors(self, watched.parameters),
             "clip": calls.norm_again(self, watched.parameters),
             "skips": getattr(optimizer, "found_inf", None) is not None,
-            "loose": self.loose() if watched.steps else [[], []],
+            "loose": self.loose(watched.steps) if watched.steps else [[], [], []],
             "ties": self.names.broken_ties(),
             "messages": link.has_messages,
+            "joined": calls.is_for_join(sys._getframe(1)),
             "scaled": bool(self.scaled) and getattr(optimizer, "grad_scale", None) is None,
             "scale": calls.loss_scale(sys._getframe(1)) if self.has_scaler else 1.0,
         }
@@ -352,7 +361,7 @@ class Probe:
         event["unheld"] = self.window.unheld(self.names, self.optimizers.values(), watched.steps)
         event = plain(event)
         watched.last = event["before"]
-        watched.factors = [factor / event["scale"] for factor in event.pop("factors")]
+        watched.factors = [self.factors.pop(id(p), 1) / event["scale"] for p in watched.parameters]
         event["replay"] = self.replay(watched)
         watched.usual = len(self.window.forwards)
         self.window = Window()

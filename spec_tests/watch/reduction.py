@@ -21,7 +21,7 @@ def holds_the_model(step: Step, rank: int, event: Event) -> Finding | None:
     """The optimizer MUST hold the parameters that the model trains with."""
     # Where a script shards the optimizer by hand, each parameter is another rank's.
     everywhere = set.intersection(*({*each["loose"][0]} for each in step.events.values()))
-    loose, stray = event["loose"]
+    loose, stray, idle = event["loose"]
     loose = [name for name in loose if name in everywhere or stray]
     if not loose:
         return None
@@ -31,7 +31,12 @@ def holds_the_model(step: Step, rank: int, event: Event) -> Finding | None:
     if stray:
         text += f", while {len(stray)} parameters of the optimizer belong to no module"
         likely = "the optimizer was built before the model was wrapped, moved or replaced"
+    if loose[0] in idle:
+        text = text.replace("got none that does", "got one that has not stepped for long")
+        likely = "its optimizer is never stepped, or another one has taken its place; right if it "
+        likely += "is to step later"
     is_advice = not stray and any(g is not None for g in event["grads"])
+    is_advice = is_advice or loose[0] in idle
     return step.finding(rank, text, loose[0], likely=likely, is_advice=is_advice)
 
 
@@ -167,10 +172,10 @@ def gradients_equal(step: Step) -> Iterator[Finding]:
         likely = "nothing was reduced in this step"
     if lacks and not likely:
         likely = f"rank {lacks[0]} did not use the parameter"
-    gone = [r for r in values if step.run.is_joined and not step.events[r]["forwards"]]
+    gone = [r for r in values if step.events[r]["joined"]]
     if gone:
-        likely = f"rank {gone[0]} has ended in a Join, where the optimizer steps without gradients "
-        likely += "of the other ranks"
+        likely = f"rank {gone[0]} has no inputs left in a Join: its optimizer steps without the "
+        likely += "others' gradients"
     wanted = "no gradient, as on" if min(values) in lacks else "the gradient of"
     got = "none" if rank in lacks else "one" if min(values) in lacks else "another one"
     yield step.finding(

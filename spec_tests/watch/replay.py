@@ -55,6 +55,7 @@ class Recording:
         self._found = None  # what was found is of a step that is over
         if not self._batches:  # a forward of another optimizer's turn has changed them
             self._buffers = {id(b): b.clone() for b in model.buffers()}
+            self._weights, self._has_moved = {}, False
         device = next((p.device.type for p in model.parameters()), "cpu")
         self._batches.append(Batch(arguments, keywords, device))
         for each in model.modules():
@@ -116,9 +117,10 @@ class Recording:
             twin = plain.of(model)
             if self._has_moved:
                 raise CannotReplayError("the weights change between the forwards of the step")
-            if any(batch.is_double for batch in self._batches):
-                raise CannotReplayError("a gradient is differentiated once more")
             batches = self._batches_of_step(model, usual)
+            penalties = [batch for batch in self._batches if not batch.was_accumulated]
+            if any(batch.is_double for batch in batches + penalties):
+                raise CannotReplayError("gradients were computed with create_graph=True")
             self._found = [batch.run(twin, plain) for batch in batches if batch.arrived]
             self._is_random = any(batch.is_random for batch in self._batches)
             self._batches, self._weights, self._buffers = [], {}, {}

@@ -261,6 +261,7 @@ class Run:
     alone: set[int] = field(default_factory=set)  # optimizers: each rank trains weights of its own
     seen: dict[tuple[Any, ...], tuple[int, int]] = field(default_factory=dict)
     looped: bool = False
+    usual: dict[int, set[int]] = field(default_factory=dict)  # forwards of a step, by optimizer
     repeated: dict[tuple[int, int], set[Any]] = field(default_factory=dict)  # by rank and epoch
     unheld: dict[tuple[int, str], bool] = field(default_factory=dict)  # whether equal at first
     passes: dict[int, dict[int, Any]] = field(default_factory=dict)  # of a rank: their samples
@@ -287,7 +288,7 @@ class Run:
         """Take one rank's step; returns the step once all ranks have taken it."""
         optimizer, number = event["optimizer"], event["step"]
         rank.steps[optimizer] = number
-        is_unseen = not event["forwards"] and not self.is_joined
+        is_unseen = not event["forwards"] and not event["joined"]
         if is_unseen and not optimizer and _UNSEEN not in self.notes:
             self.notes.append(_UNSEEN)
         rank.forwards += len(event["forwards"])

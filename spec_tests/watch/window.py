@@ -23,7 +23,7 @@ from .layout import (
 )
 from .link import script_line
 
-_EARLY = 32  # steps in which it shows what a script does to weights between two steps
+EARLY = 32  # steps in which it shows what a script does to weights between two steps
 KEPT = 4096
 """Forwards, and losses, that are kept of one window."""
 # Their updates are by element: that of a shard is the shard of the update.
@@ -181,7 +181,7 @@ class Watched:
 
     def before(self) -> list[Any]:
         """Return the hashes of its parameters; later on, those that the last step left."""
-        if self.last and self.steps > _EARLY:
+        if self.last and self.steps > EARLY:
             return self.last
         return [fingerprint(p) for p in self.parameters]
 
