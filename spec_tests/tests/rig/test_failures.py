@@ -22,6 +22,7 @@ from spec_tests.rig.ranks.errors import (
 )
 from spec_tests.rig.ranks.rank import Context
 from spec_tests.rig.ranks.world import Worlds
+from spec_tests.rig.report.causes import innermost
 from spec_tests.tests.rig import bodies
 from spec_tests.tests.rig.helpers import HANG_S, PROMPT_S
 
@@ -249,3 +250,24 @@ def test_ranks_that_issue_different_collectives_are_told_where_they_part():
     assert f"likely: the ranks' collectives {wanted}" in said
     others = [(first,), ("send [[1]] #8 of 0",), ("all_reduce [[4]] #8 of 1",)]
     assert "likely" not in differing((first, mine), *others), "not known, or of another group"
+
+
+@pytest.mark.parametrize(
+    ("output", "is_damaged"),
+    [
+        ("free(): double free detected in tcache 2\n", True),
+        ("step(): begin\nskipping corrupt sample 7\nterminate called after throwing\n", False),
+    ],
+)
+def test_an_abort_is_of_damaged_memory_where_the_allocator_says_so(output: str, is_damaged: bool):
+    report = RankReport(0, "killed by SIGABRT", output=output)
+    assert RankDied("died", 0, [report]).is_memory_fault is is_damaged
+
+
+CHAINED = "\n\nThe above exception was the direct cause of the following exception:\n\n"
+MINE, TORCHS = 'File "/home/mine.py", line 12, in f', 'File "/lib/python3/torch/x.py", line 3, in g'
+
+
+@pytest.mark.parametrize("message", [TORCHS + CHAINED + MINE + TORCHS, MINE + CHAINED + TORCHS])
+def test_an_error_that_other_code_made_of_another_has_a_line_of_the_users(message: str):
+    assert innermost(message) == ("/home/mine.py", 12)
