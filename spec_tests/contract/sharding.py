@@ -80,14 +80,14 @@ def fully_shard(
         ignored: Parameters in `ignored_params` stay plain, whole and local, and are not sent.
         lists: A list of modules is one unit.
         slices: A slice of a sharded container is an object of the container's own class.
-        async-unshard: `unshard(async_op=True)` starts a gather: `wait` ends it, `reshard` drops it.
+        async-unshard: `unshard(async_op=True).wait()` unshards; a `reshard` before drops the gather.
         setters: The setters in `spec_tests/chapters/fsdp/test_settings.py` act as PyTorch's.
         unequal-ranks: Where ranks differ in modules or policy, all ranks raise.
         unequal-replicas: Where ranks of a mesh of two dims differ, even in one row, all raise.
         earlier-hooks: Forward hooks and pre-hooks from before sharding see full weights.
         gathers-ahead: In backward the next gather is launched before the current unit has computed.
         flat-peak: Memory in addition to the shards does not grow with the number of units.
-        one-collective: A unit is gathered by one collective per dtype, or one per rank and dtype.
+        one-collective: A unit is gathered and reduced by one collective per dtype, or one per rank.
         no-extra-bytes: A gather carries the unit's parameters, padded to equal shards, no more.
         trained-only: A reduction carries the gradients of trained parameters, padded likewise.
         unused-somewhere: In a unit that every rank's backward reaches, an absent gradient is zero.

@@ -152,8 +152,8 @@ def unrelated_clauses(impostor: Impostor, limit: int) -> list[Clause]:
 
 def rejections(impostor: Impostor, worlds: Worlds) -> list[Finding]:
     """What the clauses that it names say of it, as far as ranks on a CPU can observe them."""
-    named = named_clauses(impostor) if impostor.is_here else []
-    return [probe(clause, impostor, worlds) for clause in named if clause in _observable()]
+    named, seen = named_clauses(impostor) if impostor.is_here else [], _observable()
+    return [probe(clause, impostor, worlds) for clause in named if clause in seen]
 
 
 def must_reject(findings: Sequence[Finding]) -> list[str]:

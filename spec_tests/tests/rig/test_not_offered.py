@@ -206,6 +206,15 @@ def test_a_trainer_with_one_optimizer_is_judged_with_it(
     assert lacks <= {"trainer.footprint.state-is-divided", "trainer.step.starts-from-first-rank"}
 
 
+def test_no_other_optimizer_stands_in_where_torch_itself_lacks_something(worlds: Worlds, mine):
+    text = WITH_ONE.format(optimizer="AdamW", card="control.reference")
+    refusal = 'raise NotImplementedError("AdamW alone")'
+    assert refusal in text
+    which = mine(text.replace(refusal, "torch.nn.Module()(1)"))
+    found = judged(which, worlds, "trainer.step.equals-one-process", {}, transport="sim")
+    assert found.outcome is Outcome.FAILED, found.message
+
+
 @pytest.mark.parametrize(
     ("clause", "case", "method"),
     [
