@@ -80,7 +80,7 @@ def fully_shard(
         ignored: Parameters in `ignored_params` stay plain, whole and local, and are not sent.
         lists: A list of modules is one unit.
         slices: A slice of a sharded container is an object of the container's own class.
-        async-unshard: `unshard(async_op=True).wait()` unshards; a `reshard` before drops the gather.
+        async-unshard: `unshard(async_op=True).wait()` unshards; an earlier `reshard` drops it.
         setters: The setters in `spec_tests/chapters/fsdp/test_settings.py` act as PyTorch's.
         unequal-ranks: Where ranks differ in modules or policy, all ranks raise.
         unequal-replicas: Where ranks of a mesh of two dims differ, even in one row, all raise.
