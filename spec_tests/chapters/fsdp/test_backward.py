@@ -26,6 +26,7 @@ from spec_tests.chapters.fsdp.sharded import (
 )
 from spec_tests.programs.law import same_as_alone, situations
 from spec_tests.rig.clause import clauses
+from spec_tests.rig.toys import with_smallest_gradient
 
 clause = clauses(judges=FULLY_SHARD, level="correct", worlds=(2, 3))
 
@@ -272,13 +273,6 @@ class Branches(nn.Module):
             else:
                 x = layer(x)
         return 1 * x
-
-
-def with_smallest_gradient(parameter: torch.Tensor) -> torch.Tensor:
-    """Return a copy whose gradient is the negative number that is closest to zero."""
-    copied = 1.0 * parameter
-    copied.register_hook(lambda g: torch.nextafter(torch.zeros_like(g), -torch.ones_like(g)))
-    return copied
 
 
 def used_by(rank: int, case: str) -> tuple[str, ...]:
