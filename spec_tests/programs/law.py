@@ -23,16 +23,17 @@ from spec_tests.programs.calls import VERBS, Program, State, after, parsed, spel
 from spec_tests.programs.faults import FAULTS, RIGHT
 from spec_tests.programs.laws import refusal
 from spec_tests.programs.pieces import put_together
-from spec_tests.programs.scene import AXIS_OF, OPTIMIZER, REPLICAS, SHARDS, TRAINERS, Scene
+from spec_tests.programs.scene import AXES, AXIS_OF, OPTIMIZER, REPLICAS, SHARDS, TRAINERS, Scene
 from spec_tests.programs.stepped import ADDED, Deaf, Divided, Stepped
 from spec_tests.programs.ways import WAYS
-from spec_tests.programs.words import MEANS
+from spec_tests.programs.words import MEANS, SETTINGS
 from spec_tests.rig import judge
 from spec_tests.rig.judge.oracle import Gradients, Named, once, parameters, zeros_for_none
 from spec_tests.rig.judge.symptoms import Hint
 from spec_tests.rig.judge.tolerance import Tolerance, exact, rounding
 from spec_tests.rig.ranks.rank import Context
 from spec_tests.rig.ranks.world import World
+from spec_tests.rig.toys import TOYS
 
 LOOKS = ("sent", "afterwards", "form")
 """The observers, see `look`."""
@@ -77,8 +78,17 @@ def in_words(situation: str) -> str:
     scene, program = read(situation)
     called = dict.fromkeys(name for name, *_ in program)
     means = {key.split()[0]: f"{key}: {words}" for key, words in MEANS.items()}
-    said = [f"{AXIS_OF[word]} {word}" for word in str(scene).split()]
+    said = [_setting(word) for word in str(scene).split()]
     return "; ".join([*said, *(means[name] for name in called)])
+
+
+def _setting(word: str) -> str:
+    """Return what a word of a scene is: of a toy what its class says of itself."""
+    axis, means = AXIS_OF[word], SETTINGS.get(word)
+    if means is None and axis == "toy":
+        model: Any = TOYS[AXES[axis][word].value[0]].model
+        means = str(getattr(model, "func", model).__doc__).partition("\n")[0].rstrip(".").lower()
+    return f"{word}: {means}" if means else f"{axis} {word}"
 
 
 def follow(
