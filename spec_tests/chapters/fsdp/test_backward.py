@@ -24,97 +24,68 @@ from spec_tests.chapters.fsdp.sharded import (
     on_rank,
     steps_as_alone,
 )
-from spec_tests.programs.law import same_as_alone, situations
-from spec_tests.rig.clause import clauses
+from spec_tests.programs.law import same_as_alone
+from spec_tests.rig.clause import clauses, rows
 
 clause = clauses(judges=FULLY_SHARD, level="correct", worlds=(2, 3))
+holds = rows(clause, same_as_alone)
 
 PAPER = "Zhao et al. 2023, section 3.2"
 TRAINING = "test_fully_shard_training"
 
-
-@clause(
+test_mean_gradient = holds(
     "fsdp.backward.mean-gradient",
+    "A step MUST use the mean over ranks of the local gradients, in every row.",
+    # Not the sum, not the local one, not the mean divided once more.
+    "even: backward 0",
     level="course",
     judges=BOTH,
     source="contract: mean-gradient; " + PAPER,
     worlds=(2, 3, 4),
 )
-def test_a_step_uses_the_mean_gradient(world, subject):
-    """A step MUST use the mean over ranks of the local gradients, in every row.
 
-    Not the sum, not the local one, not the mean divided once more.
-    """
-    same_as_alone(world, subject, "even: backward 0")
-
-
-@clause(
+test_zero_grad_modes = holds(
     "fsdp.backward.zero-grad-modes",
+    "After either way of `zero_grad` a step MUST use the mean gradient of the new batch alone.",
+    # A gradient of zeros has the shape of the shard: autograd cannot add a full one to it. The
+    # whole-model shape may be an error there.
+    {f"to-{how}": f"even: backward 0, zero_grad {how}, backward 1" for how in ("none", "zero")}
+    | {"to-zero-without-rows": "stack: backward 0, zero_grad zero, backward 1"},
     judges=BOTH,
     source="contract: mean-gradient, zeroed; torch.optim.Optimizer.zero_grad",
 )
-@situations(
-    {f"to-{how}": f"even: backward 0, zero_grad {how}, backward 1" for how in ("none", "zero")}
-    | {"to-zero-without-rows": "stack: backward 0, zero_grad zero, backward 1"}
-)
-def test_either_way_of_zero_grad_clears_what_was_reduced(world, subject, situation):
-    """After either way of `zero_grad` a step MUST use the mean gradient of the new batch alone.
 
-    A gradient of zeros has the shape of the shard: autograd cannot add a full one to it. The
-    whole-model shape may be an error there.
-    """
-    same_as_alone(world, subject, situation)
-
-
-@clause(
+test_mean_gradient_of_any_model = holds(
     "fsdp.backward.mean-gradient-of-any-model",
-    judges=BOTH,
-    source="contract: mean-gradient, mixed-dtypes, tied, reused, frozen; " + PAPER,
-    worlds=(1, 2, 3),
-)
-@situations(
+    "Odd sizes, ties, reuse, frozen or unused layers MUST get mean gradients, or be refused.",
+    # Also in a world of one, where FSDP2 lost the gradient of a single row (pytorch issue 144045).
     {
         toy: f"{toy}: backward 0"
         for toy in ("ragged", "stack", "tied", "reused", "reordered", "two-dtypes", "unused")
     }
-    | {"frozen": "ragged not-the-middle: backward 0"}
+    | {"frozen": "ragged not-the-middle: backward 0"},
+    judges=BOTH,
+    source="contract: mean-gradient, mixed-dtypes, tied, reused, frozen; " + PAPER,
+    worlds=(1, 2, 3),
 )
-def test_a_step_uses_the_mean_gradient_of_any_model(world, subject, situation):
-    """Odd sizes, ties, reuse, frozen or unused layers MUST get mean gradients, or be refused.
 
-    In a world of one as well: there FSDP2 once lost the gradient of a single row (pytorch issue
-    144045).
-    """
-    same_as_alone(world, subject, situation)
-
-
-@clause(
+test_frozen_subset = holds(
     "fsdp.backward.frozen-subset",
+    "Frozen parameters MUST keep `grad is None`, and the others of their unit get the mean.",
+    {n: f"stack root not-the-{n}: backward 0" for n in ("ends", "middle")},
     source="contract: frozen-none; test_fully_shard_frozen, which freezes whole modules only",
     worlds=(3,),
 )
-@situations({n: f"stack root not-the-{n}: backward 0" for n in ("ends", "middle")})
-def test_any_subset_of_a_unit_may_be_frozen(world, subject, situation):
-    """Frozen parameters MUST keep `grad is None`, and the others of their unit get the mean."""
-    same_as_alone(world, subject, situation)
 
-
-@clause(
+test_frozen_for_a_step = holds(
     "fsdp.backward.frozen-for-a-step",
+    "What is frozen after a step MUST keep `grad is None`, and get the mean again once thawed.",
+    # Full parameters of the first step go on to require gradients, if nobody tells them.
+    "stack nested: backward 0, freeze 1, freeze 2, zero_grad none, backward 1, thaw 1, thaw 2, "
+    "zero_grad none, backward 2",
     source="contract: freezing, frozen-none; "
     "torch.Tensor.requires_grad_ on parameters: layers that are frozen or thawed in turn",
 )
-def test_parameters_may_be_frozen_and_thawed_between_steps(world, subject):
-    """What is frozen after a step MUST keep `grad is None`, and get the mean again once thawed.
-
-    Full parameters of the first step go on to require gradients, if nobody tells them.
-    """
-    same_as_alone(
-        world,
-        subject,
-        "stack nested: backward 0, freeze 1, freeze 2, zero_grad none, backward 1, thaw 1, thaw 2, "
-        "zero_grad none, backward 2",
-    )
 
 
 def layers(is_in_place):
@@ -135,12 +106,10 @@ def test_gradients_of_inputs_are_not_averaged(world, subject):
     steps_as_alone(world, subject, own, shown=("input",))
 
 
-@clause(
+test_unused_unit = holds(
     "fsdp.backward.unused-unit",
-    source=f"contract: unused-none; {TRAINING}: unused modules",
-    worlds=(2,),
-)
-@situations(
+    "A unit left out on all ranks MUST keep None and disturb no gradient, then or used again.",
+    # So must what is left out of a unit that is used.
     {
         f"{case}-{units}": f"branches-in-turn {units}: " + ", zero_grad none, ".join(steps)
         for units in ("layers", "root")
@@ -148,14 +117,10 @@ def test_gradients_of_inputs_are_not_averaged(world, subject):
             "later": ("backward 1", "backward 0", "backward 3"),
             "less": ("backward 0", "backward 1", "backward 2"),
         }.items()
-    }
+    },
+    source=f"contract: unused-none; {TRAINING}: unused modules",
+    worlds=(2,),
 )
-def test_a_unit_may_be_left_out_and_come_back(world, subject, situation):
-    """A unit left out on all ranks MUST keep None and disturb no gradient, then or used again.
-
-    So must what is left out of a unit that is used.
-    """
-    same_as_alone(world, subject, situation)
 
 
 @clause(
@@ -196,40 +161,29 @@ def test_several_forwards_may_wait_for_their_backward(world, subject, how):
     gradients_as_after(world, subject, situation, entangled, one, other)
 
 
-@clause(
+test_activation_checkpointing = holds(
     "fsdp.backward.activation-checkpointing",
-    source=f"contract: as-pytorch; {TRAINING}: activation checkpointing",
-    worlds=(2,),
-)
-@situations(
+    "Units recomputed in backward MUST get the same gradients as without recomputation.",
+    # A recomputation ends like a forward; freed there, weights are gone when backward needs them.
     {
         f"{how}-{case}": f"stack layers {word} {how}: backward 0"
         for how in ("called-again", "called-again-reentrant")
         for case, word in {"usual": "", "freed": "freed", "held": "held"}.items()
-    }
+    },
+    source=f"contract: as-pytorch; {TRAINING}: activation checkpointing",
+    worlds=(2,),
 )
-def test_recomputing_a_unit_changes_no_gradient(world, subject, situation):
-    """Units recomputed in backward MUST get the same gradients as without recomputation.
 
-    A recomputation ends like a forward; freed there, the weights are gone when backward needs them.
-    """
-    same_as_alone(world, subject, situation)
-
-
-@clause(
+test_gradients_are_shards = holds(
     "fsdp.backward.gradients-are-shards",
+    "A gradient MUST have its parameter's placements, shape and dtype, also on ranks without rows.",
+    # None where a rank has no rows, and its peers wait for it in the next clipping.
+    {toy: f"{toy}: backward 0" for toy in ("ragged", "two-dtypes")},
+    looks=("form",),
     source="contract: dtensors, MixedPrecisionPolicy/others-keep-dtype; "
     "test_fully_shard_init, check_sharded_parity; an optimizer steps over shards",
     worlds=(2, 4),
 )
-@situations({toy: f"{toy}: backward 0" for toy in ("ragged", "two-dtypes")})
-def test_gradients_are_sharded_as_their_parameters_are(world, subject, situation):
-    """A gradient MUST have its parameter's placements, shape and dtype, also on ranks without rows.
-
-    None where a rank has no rows, and its peers wait for it in the next clipping.
-    """
-    same_as_alone(world, subject, situation, looks=("form",))
-
 
 FREEZING = "freeze 1, freeze 2, zero_grad none, backward 1"
 THAWING = "thaw 1, thaw 2, zero_grad none, backward 2"
@@ -239,15 +193,12 @@ KEPT = {
     "evaluation": f"evaluate 5, backward 0, evaluate 5, {FREEZING}, evaluate 5, {THAWING}",
 }
 
-
-@clause(
+test_frozen_while_kept = holds(
     "fsdp.backward.frozen-while-kept",
+    "Freezing and thawing MUST count at the next forward, also where full weights are kept.",
+    {how: f"stack nested: {program}" for how, program in KEPT.items()},
     source="contract: freezing; full weights that outlive their pass",
 )
-@situations({how: f"stack nested: {program}" for how, program in KEPT.items()})
-def test_parameters_whose_full_weights_are_kept_may_be_frozen_and_thawed(world, subject, situation):
-    """Freezing and thawing MUST count at the next forward, also where full weights are kept."""
-    same_as_alone(world, subject, situation)
 
 
 class Branches(nn.Module):

@@ -22,61 +22,54 @@ from spec_tests.chapters.fsdp.sharded import (
     trajectory,
 )
 from spec_tests.programs.calls import parsed
-from spec_tests.programs.law import same_as_alone, situations
+from spec_tests.programs.law import same_as_alone
 from spec_tests.programs.laws import refusal
 from spec_tests.rig import judge
-from spec_tests.rig.clause import clauses
+from spec_tests.rig.clause import clauses, rows
 from spec_tests.rig.toys import TOYS
 
 clause = clauses(judges=BOTH, level="correct", worlds=(2, 3))
+holds = rows(clause, same_as_alone)
 
 PAPER = "Zhao et al. 2023, section 3.2"
 
-
-@clause("fsdp.forward.equals-plain", level="course", source="contract: plain-bits; " + PAPER)
-def test_the_output_is_that_of_the_plain_model(world, subject):
-    """A forward MUST give the bits that the plain model gives."""
-    same_as_alone(world, subject, "even: record 0")
-
-
-@clause(
-    "fsdp.forward.equals-any-plain-model",
-    source="contract: plain-bits, any-rows, tied, mixed-dtypes, reused; " + PAPER,
+test_equals_plain = holds(
+    "fsdp.forward.equals-plain",
+    "A forward MUST give the bits that the plain model gives.",
+    "even: record 0",
+    level="course",
+    source="contract: plain-bits; " + PAPER,
 )
-@situations(
+
+test_equals_any_plain_model = holds(
+    "fsdp.forward.equals-any-plain-model",
+    "Odd sizes, ties, reuse, mixed dtypes: a forward MUST give the plain bits, or be refused.",
     {
         toy: f"{toy}: record 0, record 1"
         for toy in ("ragged", "stack", "tied", "reused", "not-the-middle", "two-dtypes")
-    }
+    },
+    source="contract: plain-bits, any-rows, tied, mixed-dtypes, reused; " + PAPER,
 )
-def test_the_output_is_that_of_any_plain_model(world, subject, situation):
-    """Odd sizes, ties, reuse, mixed dtypes: a forward MUST give the plain bits, or be refused."""
-    same_as_alone(world, subject, situation)
 
+test_without_gradients = holds(
+    "fsdp.forward.without-gradients",
+    "Under `no_grad`, a forward MUST give the bits that the plain model gives.",
+    {toy: f"{toy}: evaluate 0, evaluate 1" for toy in ("even", "stack")},
+    source="contract: plain-bits; evaluation between steps",
+)
 
-@clause("fsdp.forward.without-gradients", source="contract: plain-bits; evaluation between steps")
-@situations({toy: f"{toy}: evaluate 0, evaluate 1" for toy in ("even", "stack")})
-def test_a_forward_without_gradients_gives_the_same_output(world, subject, situation):
-    """Under `no_grad`, a forward MUST give the bits that the plain model gives."""
-    same_as_alone(world, subject, situation)
-
-
-@clause(
+test_evaluation_leaves_no_trace = holds(
     "fsdp.forward.evaluation-leaves-no-trace",
-    source="contract: mean-gradient; "
-    "test_fully_shard_training; torch.inference_mode: its tensors take no part in autograd",
-    worlds=(2,),
-)
-@situations(
+    "A training step after an evaluation MUST have the same gradients as without it.",
     {
         "no-grad": "even: backward 4, zero_grad none, evaluate 5, backward 0",
         "inference": "even: backward 4, zero_grad none, infer 5, backward 0",
         "inference-first": "even: infer 5, backward 0",
-    }
+    },
+    source="contract: mean-gradient; "
+    "test_fully_shard_training; torch.inference_mode: its tensors take no part in autograd",
+    worlds=(2,),
 )
-def test_an_evaluation_changes_nothing_about_the_next_step(world, subject, situation):
-    """A training step after an evaluation MUST have the same gradients as without it."""
-    same_as_alone(world, subject, situation)
 
 
 @clause(
@@ -97,16 +90,15 @@ def test_what_is_kept_after_forward_changes_no_bit(world, subject, setting):
     judge.tensors(*runs, quantity=quantity, given=f"{setting}, float32, steps of AdamW")
 
 
-@clause(
+test_resharding_to_a_part = holds(
     "fsdp.forward.resharding-to-a-part",
+    "With an int, outputs and gradients MUST have the same bits, or the int be refused.",
+    "stack in-part: backward 0, step, backward 1, evaluate 2",
     judges=FULLY_SHARD,
     source="contract: partial-reshard; "
     "torch.distributed.fsdp.fully_shard: reshard_after_forward as an int",
     worlds=(4,),
 )
-def test_resharding_to_a_smaller_world_changes_nothing(world, subject):
-    """With an int, outputs and gradients MUST have the same bits, or the int be refused."""
-    same_as_alone(world, subject, "stack in-part: backward 0, step, backward 1, evaluate 2")
 
 
 class Scales(nn.Module):

@@ -22,14 +22,15 @@ from spec_tests.chapters.fsdp.sharded import (
     shard,
 )
 from spec_tests.programs.calls import parsed
-from spec_tests.programs.law import follow, same_as_alone, situations
+from spec_tests.programs.law import follow, same_as_alone
 from spec_tests.programs.laws import refusal
 from spec_tests.rig import judge
-from spec_tests.rig.clause import clauses
+from spec_tests.rig.clause import clauses, rows
 from spec_tests.rig.judge import oracle
 from spec_tests.rig.judge.symptoms import Hint
 
 clause = clauses(judges=FULLY_SHARD, level="correct", worlds=(2, 3))
+holds = rows(clause, same_as_alone)
 
 KEPT = "kept-after-backward"
 
@@ -40,9 +41,10 @@ STEPS = "backward 0, step, backward 1, step, evaluate 9"
 BY_HAND = "backward 0, unshard now, step, backward 1, unshard now, step, evaluate 9"
 BETWEEN = "backward 0, step_one first, unshard now, step_one second"
 
-
-@clause("fsdp.lifecycle.fresh-after-step", source="contract: fresh-weights")
-@situations(
+test_fresh_after_step = holds(
+    "fsdp.lifecycle.fresh-after-step",
+    "The forward after a step MUST use the new weights, whatever was kept unsharded before it.",
+    # Whoever reads version counters misses the foreach and fused updates, which move none.
     {case: f"even {word}: {STEPS}" for case, word in WORDS.items()}
     | {
         KEPT: f"even: keep True, {STEPS}",
@@ -50,33 +52,26 @@ BETWEEN = "backward 0, step_one first, unshard now, step_one second"
         f"{KEPT}-fused": f"even fused: keep True, {STEPS}",
         "by-hand": f"even: {BY_HAND}",
         "by-hand-between-two": f"even two-foreach: keep True, {BETWEEN}, evaluate 9",
-    }
+    },
+    source="contract: fresh-weights",
 )
-def test_a_forward_after_a_step_uses_the_new_weights(world, subject, situation):
-    """The forward after a step MUST use the new weights, whatever was kept unsharded before it.
 
-    Whoever reads version counters misses the foreach and fused updates, which move none.
-    """
-    same_as_alone(world, subject, situation)
-
-
-@clause(
+test_fresh_after_gather_in_flight = holds(
     "fsdp.lifecycle.fresh-after-gather-in-flight",
+    "What was gathered before a step MUST NOT be computed with after it, waited for or not.",
+    {"in-flight": f"even: {BY_HAND.replace('now', 'in-flight')}"},
     level="production",
     source="contract: fresh-weights, async-unshard; FSDPModule.unshard(async_op=True)",
     worlds=(2,),
 )
-@situations({"in-flight": f"even: {BY_HAND.replace('now', 'in-flight')}"})
-def test_a_gather_that_began_before_a_step_is_not_used_after_it(world, subject, situation):
-    """What was gathered before a step MUST NOT be computed with after it, waited for or not."""
-    same_as_alone(world, subject, situation)
 
-
-@clause("fsdp.lifecycle.fresh-after-evaluation", source="contract: fresh-weights", worlds=(2,))
-@situations({c: f"even {w}: backward 0, evaluate 1, step, evaluate 9" for c, w in WORDS.items()})
-def test_an_evaluation_before_a_step_leaves_nothing_stale(world, subject, situation):
-    """After backward, evaluation, step: the next forward MUST use the new weights."""
-    same_as_alone(world, subject, situation)
+test_fresh_after_evaluation = holds(
+    "fsdp.lifecycle.fresh-after-evaluation",
+    "After backward, evaluation, step: the next forward MUST use the new weights.",
+    {c: f"even {w}: backward 0, evaluate 1, step, evaluate 9" for c, w in WORDS.items()},
+    source="contract: fresh-weights",
+    worlds=(2,),
+)
 
 
 class Ladder(nn.Module):
@@ -143,39 +138,29 @@ FULL = {case: (word, "evaluate 0") for case, word in WORDS.items()} | {
     KEPT: ("", "keep True, backward 0")
 }
 
-
-@clause(
+test_fresh_after_load = holds(
     "fsdp.lifecycle.fresh-after-load",
-    source="contract: fresh-weights, state-dict",
-    worlds=(2,),
-)
-@situations(
+    "The forward after weights were loaded or written in place MUST use them.",
     {
         f"{kept}-{how}": f"even {word}: {before}{full}, {change}, evaluate 9"
         for kept, (word, full) in FULL.items()
         for how, (before, change) in WRITES.items()
-    }
+    },
+    source="contract: fresh-weights, state-dict",
+    worlds=(2,),
 )
-def test_a_forward_after_a_load_uses_the_loaded_weights(world, subject, situation):
-    """The forward after weights were loaded or written in place MUST use them."""
-    same_as_alone(world, subject, situation)
 
-
-@clause(
+test_fresh_after_writing_in_a_whole_model = holds(
     "fsdp.lifecycle.fresh-after-writing-in-a-whole-model",
+    "After its `parameters()` were written in place, a whole model's forward MUST use them.",
+    {
+        "evaluated": "even: evaluate 0, write parameters, evaluate 9",
+        "trained": "even: backward 0, write parameters, evaluate 9",
+    },
     judges=("fsdp",),
     source="contract: fresh-weights; moving averages, initialisations",
     worlds=(2,),
 )
-@situations(
-    {
-        "evaluated": "even: evaluate 0, write parameters, evaluate 9",
-        "trained": "even: backward 0, write parameters, evaluate 9",
-    }
-)
-def test_a_forward_of_a_whole_model_uses_weights_that_were_written(world, subject, situation):
-    """After its `parameters()` were written in place, a whole model's forward MUST use them."""
-    same_as_alone(world, subject, situation)
 
 
 def full_of_unsharded(ctx, subject, update):

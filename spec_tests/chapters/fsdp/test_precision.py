@@ -25,14 +25,15 @@ from spec_tests.chapters.fsdp.sharded import (
     steps_as_alone,
     toy_of,
 )
-from spec_tests.programs.law import same_as_alone, situations
+from spec_tests.programs.law import same_as_alone
 from spec_tests.programs.laws import traffic
 from spec_tests.rig import judge
-from spec_tests.rig.clause import clauses
+from spec_tests.rig.clause import clauses, rows
 from spec_tests.rig.judge.symptoms import Hint
 
 POLICY = "torch.distributed.fsdp.MixedPrecisionPolicy"
 clause = clauses(judges=FULLY_SHARD, needs=("MixedPrecisionPolicy",), level="correct")
+holds = rows(clause, same_as_alone)
 of_both = clauses(judges=BOTH, level="correct")
 HALF = torch.bfloat16
 FINE = 2.0**-12
@@ -137,14 +138,14 @@ def test_small_updates_are_not_rounded_away(world, subject):
     judge.tensors(ranks, right, quantity="weight after sixteen updates of 2**-12", hints=[stuck])
 
 
-@clause(
+test_shards_keep_their_dtype = holds(
     "fsdp.precision.shards-keep-their-dtype",
+    "Shards, their gradients and buffers MUST keep the original dtype.",
+    {"shards": "narrow brain: backward 0", "buffers": "even counting wide: backward 0"},
+    looks=("form",),
+    values=False,
     source=f"contract: others-keep-dtype, own-dtype; {POLICY}; pytorch issue 146114 on buffers",
 )
-@situations({"shards": "narrow brain: backward 0", "buffers": "even counting wide: backward 0"})
-def test_what_an_optimizer_sees_keeps_its_dtype(world, subject, situation):
-    """Shards, their gradients and buffers MUST keep the original dtype."""
-    same_as_alone(world, subject, situation, looks=("form",), values=False)
 
 
 def fine_weights(ctx, subject, moment):
@@ -303,22 +304,18 @@ def test_gradients_of_two_dtypes_are_reduced_in_one(world, subject):
         judge.equal([r["dtypes"] for r in ranks], dtypes, quantity="dtypes of gradients")
 
 
-@clause(
+test_casts_when_recomputed = holds(
     "fsdp.precision.casts-when-recomputed",
+    "A forward that a backward repeats MUST be cast as the first: checkpointing changes no bit.",
+    {
+        "around-the-model": "narrow brain-reduced-wide all-again: backward 0",
+        "around-units": "narrow brain-reduced-wide called-again: backward 0",
+    },
     level="production",
     source="contract: recomputed-casts; "
     "torch.utils.checkpoint around what calls a unit: it compares shapes and dtypes",
     worlds=(2,),
 )
-@situations(
-    {
-        "around-the-model": "narrow brain-reduced-wide all-again: backward 0",
-        "around-units": "narrow brain-reduced-wide called-again: backward 0",
-    }
-)
-def test_what_is_recomputed_has_the_same_dtypes(world, subject, situation):
-    """A forward that a backward repeats MUST be cast as the first: checkpointing changes no bit."""
-    same_as_alone(world, subject, situation)
 
 
 class UsedTwice(nn.Module):

@@ -19,21 +19,20 @@ from spec_tests.chapters.fsdp.sharded import (
     recorded,
 )
 from spec_tests.programs.calls import parsed
-from spec_tests.programs.law import same_as_alone, situations
+from spec_tests.programs.law import same_as_alone
 from spec_tests.programs.laws import traffic
 from spec_tests.rig import judge
-from spec_tests.rig.clause import clauses
+from spec_tests.rig.clause import clauses, rows
 
 clause = clauses(judges=FULLY_SHARD, level="production")
+holds = rows(clause, same_as_alone)
 
-
-@clause(
-    "fsdp.accumulation.last-backward", source="contract: setters; FSDPModule.set_is_last_backward"
+test_last_backward = holds(
+    "fsdp.accumulation.last-backward",
+    "After the last backward of a window, gradients MUST be the mean over all of it.",
+    "stack: early 0, early 1, backward 2",
+    source="contract: setters; FSDPModule.set_is_last_backward",
 )
-def test_reductions_that_need_not_be_finished_are_by_the_last_backward(world, subject):
-    """After the last backward of a window, gradients MUST be the mean over all of it."""
-    same_as_alone(world, subject, "stack: early 0, early 1, backward 2")
-
 
 WINDOWS = {
     # Replicas are averaged again from the next micro-batch on: by the same setter after an odd
@@ -46,45 +45,33 @@ WINDOWS = {
     "again": "even 2x2: partly 1, backward 0, zero_grad none, partly 3, backward 2",
 }
 
-
-@clause(
+test_all_reduce_at_the_last = holds(
     "fsdp.accumulation.all-reduce-at-the-last",
+    "Without all-reduce, micro-batches MUST be summed over shards and averaged with the last one.",
+    # What waits for replicas waits like any other gradient: `zero_grad` discards it, and the last
+    # micro-batch averages it also where that does not use its layer.
+    WINDOWS,
+    looks=("sent",),
     source="contract: setters, zero-grad; "
     "FSDPModule.set_requires_all_reduce; test_fully_shard_training, HSDP",
     worlds=(4,),
 )
-@situations(WINDOWS)
-def test_replicas_are_averaged_once_per_window(world, subject, situation):
-    """Without all-reduce, micro-batches MUST be summed over shards and averaged with the last one.
 
-    What waits for replicas waits like any other gradient: `zero_grad` discards it, and the last
-    micro-batch averages it also where that does not use its layer.
-    """
-    same_as_alone(world, subject, situation, looks=("sent",))
-
-
-@clause(
-    "fsdp.backward.divide-factor", source="contract: setters; FSDPModule.set_gradient_divide_factor"
+test_divide_factor = holds(
+    "fsdp.backward.divide-factor",
+    "With a divide factor, gradients MUST be the sum over ranks divided by it alone.",
+    {word: f"stack {word}: backward 0" for word in ("undivided", "by-four", "by-a-half")},
+    source="contract: setters; FSDPModule.set_gradient_divide_factor",
 )
-@situations({word: f"stack {word}: backward 0" for word in ("undivided", "by-four", "by-a-half")})
-def test_sums_are_divided_by_the_factor(world, subject, situation):
-    """With a divide factor, gradients MUST be the sum over ranks divided by it alone."""
-    same_as_alone(world, subject, situation)
 
-
-@clause(
+test_divide_factor_over_replicas = holds(
     "fsdp.backward.divide-factor-over-replicas",
+    "With a divide factor, the sum over shards and replicas MUST be divided by it alone.",
+    # Also with one rank per shard group: nothing is reduced over shards (pytorch pull 167178).
+    {"2x2": "stack 2x2 by-two: backward 0", "4x1": "stack replicas by-two: backward 0"},
     source="contract: setters; FSDPModule.set_gradient_divide_factor",
     worlds=(4,),
 )
-@situations({"2x2": "stack 2x2 by-two: backward 0", "4x1": "stack replicas by-two: backward 0"})
-def test_sums_over_replicas_are_divided_by_the_factor(world, subject, situation):
-    """With a divide factor, the sum over shards and replicas MUST be divided by it alone.
-
-    Also with one rank per shard group, where nothing is reduced over shards (pytorch pull request
-    167178).
-    """
-    same_as_alone(world, subject, situation)
 
 
 def without_weights(ctx, subject):
