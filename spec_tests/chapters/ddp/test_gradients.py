@@ -13,13 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spec_tests.chapters.ddp.replica import (
-    DDP,
-    SEED,
-    SMALL_BUCKET_MB,
-    Replica,
-    wrap,
-)
+from spec_tests.chapters.ddp.replica import DDP, SEED, SMALL_BUCKET_MB, Replica, wrap
 from spec_tests.programs.calls import parsed
 from spec_tests.programs.law import follow, judge_values, same_as_alone
 from spec_tests.programs.laws import equivalence, refusal

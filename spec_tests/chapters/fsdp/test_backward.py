@@ -15,19 +15,11 @@ import pytest
 import torch
 from torch import nn
 
-from spec_tests.chapters.fsdp.sharded import (
-    BOTH,
-    FULLY_SHARD,
-    Own,
-    gradients_as_after,
-    of_integers,
-    on_rank,
-    steps_as_alone,
-)
+from spec_tests.chapters.fsdp import sharded
 from spec_tests.programs.law import same_as_alone
 from spec_tests.rig.clause import clauses, rows
 
-clause = clauses(judges=FULLY_SHARD, level="correct", worlds=(2, 3))
+clause = clauses(judges=sharded.FULLY_SHARD, level="correct", worlds=(2, 3))
 holds = rows(clause, same_as_alone)
 
 PAPER = "Zhao et al. 2023, section 3.2"
@@ -39,7 +31,7 @@ test_mean_gradient = holds(
     # Not the sum, not the local one, not the mean divided once more.
     "even: backward 0",
     level="course",
-    judges=BOTH,
+    judges=sharded.BOTH,
     source="contract: mean-gradient; " + PAPER,
     worlds=(2, 3, 4),
 )
@@ -51,7 +43,7 @@ test_zero_grad_modes = holds(
     # whole-model shape may be an error there.
     {f"to-{how}": f"even: backward 0, zero_grad {how}, backward 1" for how in ("none", "zero")}
     | {"to-zero-without-rows": "stack: backward 0, zero_grad zero, backward 1"},
-    judges=BOTH,
+    judges=sharded.BOTH,
     source="contract: mean-gradient, zeroed; torch.optim.Optimizer.zero_grad",
 )
 
@@ -64,7 +56,7 @@ test_mean_gradient_of_any_model = holds(
         for toy in ("ragged", "stack", "tied", "reused", "reordered", "two-dtypes", "unused")
     }
     | {"frozen": "ragged not-the-middle: backward 0"},
-    judges=BOTH,
+    judges=sharded.BOTH,
     source="contract: mean-gradient, mixed-dtypes, tied, reused, frozen; " + PAPER,
     worlds=(1, 2, 3),
 )
@@ -91,19 +83,19 @@ test_frozen_for_a_step = holds(
 def layers(is_in_place):
     """Two layers with an activation after the first."""
     parts = nn.Linear(6, 12), nn.ReLU(inplace=is_in_place), nn.Linear(12, 12)
-    return of_integers(nn.Sequential(*parts))
+    return sharded.of_integers(nn.Sequential(*parts))
 
 
 @clause(
     "fsdp.backward.inputs-keep-their-gradient",
-    judges=BOTH,
+    judges=sharded.BOTH,
     source="contract: mean-gradient; "
     f"{PAPER}: parameters are averaged, activations are this rank's own",
 )
 def test_gradients_of_inputs_are_not_averaged(world, subject):
     """The gradient of a rank's inputs MUST be its own, neither averaged nor divided."""
-    own = Own(partial(layers, False), tracks_input=True)
-    steps_as_alone(world, subject, own, shown=("input",))
+    own = sharded.Own(partial(layers, False), tracks_input=True)
+    sharded.steps_as_alone(world, subject, own, shown=("input",))
 
 
 test_unused_unit = holds(
@@ -125,19 +117,19 @@ test_unused_unit = holds(
 
 @clause(
     "fsdp.backward.in-place-after-a-layer",
-    judges=BOTH,
+    judges=sharded.BOTH,
     source="contract: mean-gradient; "
     "torch.nn.ReLU, inplace=True; what a custom autograd function gives back is a view",
     worlds=(2,),
 )
 def test_the_output_of_a_sharded_layer_may_be_changed_in_place(world, subject):
     """Where outputs of sharded layers are changed in place, a step MUST use the mean gradient."""
-    steps_as_alone(world, subject, Own(partial(layers, True)))
+    sharded.steps_as_alone(world, subject, sharded.Own(partial(layers, True)))
 
 
 def entangled(ctx, subject, scene, *backwards):
     """Gradients after two forwards and their backwards, in this order."""
-    rank = on_rank(ctx, subject, scene)
+    rank = sharded.on_rank(ctx, subject, scene)
     losses = {micro: rank.loss(micro) for micro in ("0", "1")}
     for micro in backwards:
         losses[micro].backward()
@@ -158,7 +150,7 @@ def test_several_forwards_may_wait_for_their_backward(world, subject, how):
         return
     one, other = ("0", "1") if how == "in-order" else ("1", "0")
     situation = f"stack nested: accumulate {one}, backward {other}"
-    gradients_as_after(world, subject, situation, entangled, one, other)
+    sharded.gradients_as_after(world, subject, situation, entangled, one, other)
 
 
 test_activation_checkpointing = holds(
@@ -256,12 +248,12 @@ def use_own(case, model, x):
 
 def branches():
     """The model, of integers."""
-    return of_integers(Branches())
+    return sharded.of_integers(Branches())
 
 
 def branched(case):
     """A model of one unit, which every rank calls, each its own layers in it."""
-    return Own(branches, partial(use_own, case), numbered, units="root", tracks_input=True)
+    return sharded.Own(branches, partial(use_own, case), numbered, units="root", tracks_input=True)
 
 
 @clause(
@@ -281,4 +273,4 @@ def test_what_some_ranks_do_not_use_is_averaged_with_zero(world, subject, case):
     division of the sum made it -0.0: an optimizer with weight decay updates what has one, and must
     do so on all ranks or on none.
     """
-    steps_as_alone(world, subject, branched(case), usual=branched(""), given=case)
+    sharded.steps_as_alone(world, subject, branched(case), usual=branched(""), given=case)

@@ -13,14 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from spec_tests.chapters.fsdp.sharded import (
-    BOTH,
-    FULLY_SHARD,
-    SEED,
-    on_rank,
-    shard,
-    trajectory,
-)
+from spec_tests.chapters.fsdp import sharded
 from spec_tests.programs.calls import parsed
 from spec_tests.programs.law import same_as_alone
 from spec_tests.programs.laws import refusal
@@ -28,7 +21,7 @@ from spec_tests.rig import judge
 from spec_tests.rig.clause import clauses, rows
 from spec_tests.rig.toys import TOYS
 
-clause = clauses(judges=BOTH, level="correct", worlds=(2, 3))
+clause = clauses(judges=sharded.BOTH, level="correct", worlds=(2, 3))
 holds = rows(clause, same_as_alone)
 
 PAPER = "Zhao et al. 2023, section 3.2"
@@ -74,7 +67,7 @@ test_evaluation_leaves_no_trace = holds(
 
 @clause(
     "fsdp.forward.resharding-changes-no-bit",
-    judges=FULLY_SHARD,
+    judges=sharded.FULLY_SHARD,
     source="contract: plain-bits; "
     "reshard_after_forward trades memory for traffic, and nothing else",
 )
@@ -82,7 +75,7 @@ test_evaluation_leaves_no_trace = holds(
 def test_what_is_kept_after_forward_changes_no_bit(world, subject, setting):
     """Whatever `reshard_after_forward` is, outputs and gradients MUST have the same bits."""
     runs = [
-        world.run(trajectory, subject, "stack", reshard_after_forward=value)
+        world.run(sharded.trajectory, subject, "stack", reshard_after_forward=value)
         for value in (setting, True)
     ]
 
@@ -94,7 +87,7 @@ test_resharding_to_a_part = holds(
     "fsdp.forward.resharding-to-a-part",
     "With an int, outputs and gradients MUST have the same bits, or the int be refused.",
     "stack in-part: backward 0, step, backward 1, evaluate 2",
-    judges=FULLY_SHARD,
+    judges=sharded.FULLY_SHARD,
     source="contract: partial-reshard; "
     "torch.distributed.fsdp.fully_shard: reshard_after_forward as an int",
     worlds=(4,),
@@ -115,13 +108,13 @@ class Scales(nn.Module):
 
 def output_of_two_dtypes(ctx, subject):
     """The output of one unit of two dtypes, in which either dtype would do."""
-    model = shard(ctx, subject, Scales().to(ctx.device), "root")
+    model = sharded.shard(ctx, subject, Scales().to(ctx.device), "root")
     return {"output": model(torch.ones(2, 4, device=ctx.device)).detach()}
 
 
 @clause(
     "fsdp.forward.two-dtypes-of-a-unit",
-    judges=FULLY_SHARD,
+    judges=sharded.FULLY_SHARD,
     source="contract: mixed-dtypes; float32 norms in a bfloat16 block",
     worlds=(2,),
 )
@@ -137,7 +130,7 @@ def test_each_weight_of_a_unit_computes_in_its_own_dtype(world, subject):
 
 def hooks_that_run(ctx, subject):
     """The hooks of the original that a forward of the sharded model runs, in order."""
-    rank, found = on_rank(ctx, subject, "even"), []
+    rank, found = sharded.on_rank(ctx, subject, "even"), []
     rank.module.register_forward_pre_hook(lambda *_: found.append("before"))
     rank.module.register_forward_hook(lambda *_: found.append("after"))
     rank.output("0")
@@ -161,7 +154,7 @@ def weights_that_hooks_see(ctx, subject):
     """The weight of a layer as its own hooks see it, which were there before it was sharded."""
     from torch.distributed.tensor import DTensor
 
-    module = TOYS["mlp"].build(SEED).to(ctx.device)
+    module = TOYS["mlp"].build(sharded.SEED).to(ctx.device)
     layer, seen = module.get_submodule("first"), {}
 
     def see(moment):
@@ -170,14 +163,15 @@ def weights_that_hooks_see(ctx, subject):
 
     layer.register_forward_pre_hook(lambda module, args: see("before its forward"))
     layer.register_forward_hook(lambda module, args, output: see("after its forward"))
-    shard(ctx, subject, module)(TOYS["mlp"].batch(SEED, rank=ctx.rank).to(ctx.device))
+    batch = TOYS["mlp"].batch(sharded.SEED, rank=ctx.rank)
+    sharded.shard(ctx, subject, module)(batch.to(ctx.device))
     return {moment: weight.detach() for moment, weight in seen.items()}
 
 
 @clause(
     "fsdp.forward.hooks-see-full-weights",
     level="production",
-    judges=FULLY_SHARD,
+    judges=sharded.FULLY_SHARD,
     source="contract: earlier-hooks; "
     "torch.nn.utils.spectral_norm: a forward pre-hook that computes with the weight",
     worlds=(2,),
@@ -186,17 +180,17 @@ def test_hooks_that_were_there_see_the_full_weights(world, subject):
     """Hooks that a module had before it was sharded MUST see its full weights."""
     ranks = world.run(weights_that_hooks_see, subject)
 
-    weight = TOYS["mlp"].build(SEED).get_parameter("first.weight").detach()
+    weight = TOYS["mlp"].build(sharded.SEED).get_parameter("first.weight").detach()
     moments = ("before its forward", "after its forward")
     judge.tensors(ranks, dict.fromkeys(moments, weight), quantity="weight that a hook sees")
 
 
 def derived(ctx, subject, calls):
     """Output and tangent of a forward under jvp after these calls, and those of the plain model."""
-    rank = on_rank(ctx, subject, "stack")
+    rank = sharded.on_rank(ctx, subject, "stack")
     rank.follow(parsed(calls))
-    inputs, found = TOYS["stack"].batch(SEED, rank=ctx.rank).to(ctx.device), []
-    for model in (rank.wrapped, TOYS["stack"].build(SEED).to(ctx.device)):
+    inputs, found = TOYS["stack"].batch(sharded.SEED, rank=ctx.rank).to(ctx.device), []
+    for model in (rank.wrapped, TOYS["stack"].build(sharded.SEED).to(ctx.device)):
         pair: Any = torch.func.jvp(model, (inputs,), (torch.ones_like(inputs),))
         found.append({"output": pair[0].detach(), "tangent": pair[1].detach()})
     return found
@@ -204,7 +198,7 @@ def derived(ctx, subject, calls):
 
 @clause(
     "fsdp.forward.under-a-transform",
-    judges=FULLY_SHARD,
+    judges=sharded.FULLY_SHARD,
     source="contract: jvp; torch.func.jvp; FSDP2 gathers outside of transforms",
     worlds=(2,),
 )

@@ -12,15 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from spec_tests.chapters.fsdp.sharded import (
-    BOTH,
-    FULLY_SHARD,
-    SEED,
-    finish,
-    full_parameters,
-    on_rank,
-    shard,
-)
+from spec_tests.chapters.fsdp import sharded
 from spec_tests.programs.calls import parsed
 from spec_tests.programs.law import follow, same_as_alone
 from spec_tests.programs.laws import refusal
@@ -29,7 +21,7 @@ from spec_tests.rig.clause import clauses, rows
 from spec_tests.rig.judge import oracle
 from spec_tests.rig.judge.symptoms import Hint
 
-clause = clauses(judges=FULLY_SHARD, level="correct", worlds=(2, 3))
+clause = clauses(judges=sharded.FULLY_SHARD, level="correct", worlds=(2, 3))
 holds = rows(clause, same_as_alone)
 
 KEPT = "kept-after-backward"
@@ -91,11 +83,11 @@ class Ladder(nn.Module):
 
 def after_leaving_out(ctx, subject):
     """Output after a step, before which a forward left layers out."""
-    model: Any = shard(ctx, subject, Ladder().to(ctx.device), "layers")
+    model: Any = sharded.shard(ctx, subject, Ladder().to(ctx.device), "layers")
     optimizer = torch.optim.SGD(model.parameters(), lr=2.0**-4)
     x = torch.ones(1, 12, device=ctx.device)
     model(x).sum().backward()
-    finish(ctx, subject, model)
+    sharded.finish(ctx, subject, model)
     with torch.no_grad():
         model(x, 3)
     optimizer.step()
@@ -104,7 +96,7 @@ def after_leaving_out(ctx, subject):
 
 @clause(
     "fsdp.lifecycle.fresh-after-layers-left-out",
-    judges=BOTH,
+    judges=sharded.BOTH,
     source="contract: fresh-weights, unused",
 )
 def test_layers_that_a_forward_left_out_are_not_stale_after_a_step(world, subject):
@@ -165,9 +157,9 @@ test_fresh_after_writing_in_a_whole_model = holds(
 
 def full_of_unsharded(ctx, subject, update):
     """Full parameters of what was unsharded by hand and then updated."""
-    rank = on_rank(ctx, subject, "stack")
+    rank = sharded.on_rank(ctx, subject, "stack")
     rank.follow(parsed(f"backward 0, unshard now, {update}"))
-    return full_parameters(ctx, rank.wrapped, rank.names)
+    return sharded.full_parameters(ctx, rank.wrapped, rank.names)
 
 
 @clause(
@@ -182,7 +174,7 @@ def test_full_parameters_of_what_is_unsharded_are_the_current_ones(world, subjec
     """After an update of what was unsharded by hand, full parameters MUST be the new ones."""
     found = world.run(full_of_unsharded, subject, update)
 
-    built = oracle.parameters("stack", SEED)
+    built = oracle.parameters("stack", sharded.SEED)
     new = {name: -value for name, value in built.items()}  # updates of programs turn the sign
     stale = Hint("the value before the update: what was unsharded is returned", built)
     judge.tensors(found, new, quantity="full parameter", hints=[stale])

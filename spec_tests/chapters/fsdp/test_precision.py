@@ -14,17 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from spec_tests.chapters.fsdp.sharded import (
-    BOTH,
-    FULLY_SHARD,
-    Own,
-    finish,
-    full_parameters,
-    sent_by,
-    shard,
-    steps_as_alone,
-    toy_of,
-)
+from spec_tests.chapters.fsdp import sharded
 from spec_tests.programs.law import same_as_alone
 from spec_tests.programs.laws import traffic
 from spec_tests.rig import judge
@@ -32,9 +22,9 @@ from spec_tests.rig.clause import clauses, rows
 from spec_tests.rig.judge.symptoms import Hint
 
 POLICY = "torch.distributed.fsdp.MixedPrecisionPolicy"
-clause = clauses(judges=FULLY_SHARD, needs=("MixedPrecisionPolicy",), level="correct")
+clause = clauses(judges=sharded.FULLY_SHARD, needs=("MixedPrecisionPolicy",), level="correct")
 holds = rows(clause, same_as_alone)
-of_both = clauses(judges=BOTH, level="correct")
+of_both = clauses(judges=sharded.BOTH, level="correct")
 HALF = torch.bfloat16
 FINE = 2.0**-12
 """Lost next to 1 in both half precisions, and not in float32."""
@@ -43,7 +33,7 @@ FINE = 2.0**-12
 def in_half(ctx, subject, module, units: Any = "children", **policy):
     """`module`, sharded, computing in bfloat16."""
     policy = {"param_dtype": HALF, **policy}
-    return shard(ctx, subject, module.to(ctx.device), units, policy=policy)
+    return sharded.shard(ctx, subject, module.to(ctx.device), units, policy=policy)
 
 
 def constant(value, rows=4):
@@ -116,7 +106,7 @@ def small_updates(ctx, subject):
     for _ in range(16):
         optimizer.zero_grad()
         model(torch.arange(4, device=ctx.device)).sum().backward()
-        finish(ctx, subject, model)
+        sharded.finish(ctx, subject, model)
         optimizer.step()
     full = ctx.impl.full_parameters(model)
     return {"weight": next(iter(full.values())).detach().clone()}
@@ -153,7 +143,7 @@ def fine_weights(ctx, subject, moment):
     model = in_half(ctx, subject, fine())
     if moment == "after-forward":
         model(torch.zeros(1, dtype=torch.long, device=ctx.device))
-    return full_parameters(ctx, model, ("1.weight",))
+    return sharded.full_parameters(ctx, model, ("1.weight",))
 
 
 @of_both(
@@ -257,7 +247,7 @@ def dtypes_sent(log, kinds):
 def test_weights_and_gradients_travel_in_their_dtypes(world, subject, wide):
     """Weights MUST travel in param_dtype, gradients in reduce_dtype or else in param_dtype."""
     word = "brain-reduced-wide" if wide else "brain"
-    logs = world.run(sent_by, subject, f"narrow {word}", "backward 0")
+    logs = world.run(sharded.sent_by, subject, f"narrow {word}", "backward 0")
 
     found = [[dtypes_sent(log, k) for k in (traffic.GATHERS, traffic.REDUCTIONS)] for log in logs]
     reduced = ["float32"] if wide else ["bfloat16"]
@@ -287,7 +277,7 @@ def test_a_mean_that_float16_holds_does_not_overflow_on_the_way(world, subject):
 @clause(
     "fsdp.precision.two-dtypes-reduced-in-one",
     level="production",
-    judges=FULLY_SHARD,
+    judges=sharded.FULLY_SHARD,
     source="contract: grad-dtype",
     worlds=(2,),
 )
@@ -296,9 +286,9 @@ def test_gradients_of_two_dtypes_are_reduced_in_one(world, subject):
 
     It may be refused, by the forward: a backward has nobody to tell.
     """
-    own, usual = (toy_of(name, "root") for name in ("double", "even"))
+    own, usual = (sharded.toy_of(name, "root") for name in ("double", "even"))
     policy = {"reduce_dtype": torch.double}
-    ranks = steps_as_alone(world, subject, own, usual=usual, notes_late=True, policy=policy)
+    ranks = sharded.steps_as_alone(world, subject, own, usual=usual, notes_late=True, policy=policy)
     if ranks is not None:
         dtypes = {name: str(p.dtype) for name, p in own.build().named_parameters()}
         judge.equal([r["dtypes"] for r in ranks], dtypes, quantity="dtypes of gradients")
@@ -349,6 +339,6 @@ def test_a_layer_used_twice_in_half_precision_gets_both_shares(world, subject):
 
     Each call may make its own cast copy, and the gradient of each must reach the shard.
     """
-    own, usual = (Own(build, batch=tokens) for build in (UsedTwice, used_once))
+    own, usual = (sharded.Own(build, batch=tokens) for build in (UsedTwice, used_once))
     policy = {"param_dtype": HALF}
-    steps_as_alone(world, subject, own, usual=usual, shown=("weights",), policy=policy)
+    sharded.steps_as_alone(world, subject, own, usual=usual, shown=("weights",), policy=policy)

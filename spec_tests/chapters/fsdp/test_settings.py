@@ -11,20 +11,14 @@ from typing import Any
 import pytest
 from torch import nn
 
-from spec_tests.chapters.fsdp.sharded import (
-    FULLY_SHARD,
-    judge_gradients,
-    numel,
-    on_rank,
-    recorded,
-)
+from spec_tests.chapters.fsdp import sharded
 from spec_tests.programs.calls import parsed
 from spec_tests.programs.law import same_as_alone
 from spec_tests.programs.laws import traffic
 from spec_tests.rig import judge
 from spec_tests.rig.clause import clauses, rows
 
-clause = clauses(judges=FULLY_SHARD, level="production")
+clause = clauses(judges=sharded.FULLY_SHARD, level="production")
 holds = rows(clause, same_as_alone)
 
 test_last_backward = holds(
@@ -76,11 +70,11 @@ test_divide_factor_over_replicas = holds(
 
 def without_weights(ctx, subject):
     """What a step gathers with unshard-in-backward off for an embedding, and gradients."""
-    rank = on_rank(ctx, subject, "even freed")
+    rank = sharded.on_rank(ctx, subject, "even freed")
     embed: Any = rank.module.embed
     embed.set_unshard_in_backward(False)
     rank.backward("1")
-    sent = recorded(ctx, rank, "0")
+    sent = sharded.recorded(ctx, rank, "0")
     return traffic.gathered(sent, ctx.world_size), rank.gradients()
 
 
@@ -95,9 +89,9 @@ def test_a_unit_that_needs_no_weights_in_backward_is_not_gathered_there(world, s
     """
     gathered, gradients = zip(*world.run(without_weights, subject), strict=True)
 
-    expected = 2 * numel("even") - numel("even", "embed")
+    expected = 2 * sharded.numel("even") - sharded.numel("even", "embed")
     judge.equal(gathered, expected, quantity="elements gathered in forward and backward")
-    judge_gradients(gradients, subject, "even: accumulate 1, backward 0")
+    sharded.judge_gradients(gradients, subject, "even: accumulate 1, backward 0")
 
 
 LESS = {
@@ -111,13 +105,13 @@ LESS = {
 
 def switched_off(ctx, subject, setter, **recurse):
     """What two passes send, the first with a setting that the outermost unit is told."""
-    rank = on_rank(ctx, subject, "even freed")
+    rank = sharded.on_rank(ctx, subject, "even freed")
     rank.follow(parsed("backward 5, zero_grad none"))
     change: Any = getattr(rank.wrapped, setter)
     change(False, **recurse)
-    first = recorded(ctx, rank, "0")
+    first = sharded.recorded(ctx, rank, "0")
     change(True, **recurse)
-    second = recorded(ctx, rank, "1")
+    second = sharded.recorded(ctx, rank, "1")
     gathered = [traffic.gathered(log, ctx.world_size) for log in (first, second)]
     return [gathered[0], traffic.reduced(first), gathered[1]], rank.gradients()
 
@@ -143,12 +137,12 @@ def test_a_setting_reaches_inner_units(world, subject, setter):
 
 def _judge_switched(ranks, setter, *changed):
     sent, gradients = zip(*ranks, strict=True)
-    whole, part = numel("even"), numel("even", *changed)
+    whole, part = sharded.numel("even"), sharded.numel("even", *changed)
     copies = zip((2, 1, 2), LESS[setter], strict=True)
     expected = [whole * number - part * less for number, less in copies]
     what = "elements gathered in a pass, reduced in it, and gathered in the next pass"
     judge.equal(sent, expected, quantity=what)
-    judge_gradients(gradients, "fully_shard", "even: accumulate 0, backward 1")
+    sharded.judge_gradients(gradients, "fully_shard", "even: accumulate 0, backward 1")
 
 
 def along_columns(ctx, subject):

@@ -11,15 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from spec_tests.chapters.fsdp.sharded import (
-    Own,
-    finish,
-    numel,
-    of_integers,
-    second_step,
-    steps_as_alone,
-    toy_of,
-)
+from spec_tests.chapters.fsdp import sharded
 from spec_tests.chapters.fsdp.test_precision import HALF, constant, embedding
 from spec_tests.programs.law import same_as_alone
 from spec_tests.programs.laws import footprint, refusal, traffic
@@ -65,7 +57,8 @@ class PositionEmbedding(nn.Module):
 
 def deep():
     """A layer, a factor two modules below, and a table."""
-    return of_integers(nn.Sequential(nn.Linear(4, 4), nn.Sequential(Gain()), PositionEmbedding()))
+    parts = (nn.Linear(4, 4), nn.Sequential(Gain()), PositionEmbedding())
+    return sharded.of_integers(nn.Sequential(*parts))
 
 
 def batch_of(rank):
@@ -74,9 +67,9 @@ def batch_of(rank):
 
 
 RESTS = {
-    "gain": toy_of("even"),
-    "1.0.gain": Own(deep, batch=batch_of),
-    "2.table": Own(deep, batch=batch_of),
+    "gain": sharded.toy_of("even"),
+    "1.0.gain": sharded.Own(deep, batch=batch_of),
+    "2.table": sharded.Own(deep, batch=batch_of),
 }
 """Models, by the name of a parameter of no layer."""
 
@@ -84,7 +77,7 @@ RESTS = {
 def judge_rest(world, subject, name):
     """It must be plain and whole, and a step must use its mean gradient."""
     __tracebackhide__ = True
-    ranks = steps_as_alone(world, subject, RESTS[name], shown=("weights",))
+    ranks = sharded.steps_as_alone(world, subject, RESTS[name], shown=("weights",))
     is_whole = [name in rank["whole"] for rank in ranks]
     judge.equal(
         is_whole, True, quantity=f"{name!r}, which belongs to no layer, is plain and whole:"
@@ -263,9 +256,9 @@ def _is_divided(ranks, given, likely):
 )
 def test_a_step_of_a_whole_model_sends_three_copies(world, subject):
     """A whole model's step MUST gather weights twice at most and reduce once, in their dtypes."""
-    logs = world.run(second_step, subject, "even")
+    logs = world.run(sharded.second_step, subject, "even")
 
-    whole, weights = numel("even"), numel("even") - numel("even", "gain")
+    whole, weights = sharded.numel("even"), sharded.numel("even") - sharded.numel("even", "gain")
     copies = [sum(e.bytes for e in log.collectives(*traffic.GATHERS)) / 4 / weights for log in logs]
     judge.holds(
         max(copies) <= 2,
@@ -282,7 +275,7 @@ def gathered_bytes(ctx, subject):
     model = ctx.impl.fsdp(layers, compute_dtype=HALF)
     with ctx.recording() as recorder:
         model(torch.arange(4, device=ctx.device)).sum().backward()
-        finish(ctx, subject, model)
+        sharded.finish(ctx, subject, model)
     found: dict[str, float] = {}
     for event in recorder.log().collectives(*traffic.GATHERS):
         word = "+".join(event.dtypes)
