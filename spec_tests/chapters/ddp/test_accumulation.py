@@ -26,7 +26,7 @@ NO_SYNC = "DistributedDataParallel.no_sync; Li et al. 2020, section 3.2.4"
 
 TRAINED = "backward 0, zero_grad none, backward 1, zero_grad none, backward 2, zero_grad none, "
 
-test_sends_nothing = holds(
+test_no_sync_sends_nothing = holds(
     "ddp.no-sync.sends-nothing",
     "Forward and backward inside `no_sync` MUST send nothing, buffers included.",
     # The numbers are right either way: only a look at the traffic tells.
@@ -40,7 +40,7 @@ test_sends_nothing = holds(
     source="contract: silent; " + NO_SYNC,
 )
 
-test_keeps_local_sums = holds(
+test_no_sync_keeps_local_sums = holds(
     "ddp.no-sync.keeps-local-sums",
     "Inside `no_sync` `.grad` MUST hold the plain sum of this rank's gradients, not yet divided.",
     # Dividing what has accumulated on each micro-batch weighs the early ones less and less.
@@ -48,7 +48,7 @@ test_keeps_local_sums = holds(
     source="contract: local-sums; " + NO_SYNC,
 )
 
-test_original_alone = holds(
+test_no_sync_original_alone = holds(
     "ddp.no-sync.original-alone",
     "Backwards of the original module alone MUST send nothing and leave local sums.",
     "mlp: backward 0, directly 1, backward 2, directly 3, backward 4",
@@ -79,7 +79,7 @@ def scheduled(flags):
     return ", ".join(f"{word} {micro}" for micro, word in enumerate(words))
 
 
-test_restores_after_exception = holds(
+test_no_sync_restores_after_exception = holds(
     "ddp.no-sync.restores-after-exception",
     "After the body of `no_sync` has raised, the next backward MUST be reduced.",
     # Otherwise one caught out-of-memory error lets the replicas drift apart for ever.
@@ -88,7 +88,7 @@ test_restores_after_exception = holds(
     worlds=(3,),
 )
 
-test_nests = holds(
+test_no_sync_nests = holds(
     "ddp.no-sync.nests",
     "Leaving a nested `no_sync` MUST restore the outer one, which still sends nothing.",
     "mlp: nested 0 1, backward 2",
@@ -109,17 +109,13 @@ test_zero_grad_discards = holds(
     worlds=(3,),
 )
 
-
-@clause(
-    "ddp.accumulation.evaluation-in-between", source="contract: evaluation; " + NO_SYNC, worlds=(2,)
+test_evaluation_in_between = holds(
+    "ddp.accumulation.evaluation-in-between",
+    "A forward without gradients, inside or outside a window, MUST change no gradient.",
+    "mlp: accumulate 0, aside 7, evaluate 7, forward 1, evaluate 7, pending, evaluate 7, finish",
+    source="contract: evaluation; " + NO_SYNC,
+    worlds=(2,),
 )
-def test_an_evaluation_forward_disturbs_nothing(world, subject):
-    """A forward without gradients, inside or outside a window, MUST change no gradient."""
-    program = (
-        "accumulate 0, aside 7, evaluate 7, forward 1, evaluate 7, pending, evaluate 7, finish"
-    )
-    same_as_alone(world, subject, f"mlp: {program}")
-
 
 test_unused_in_last = holds(
     "ddp.accumulation.unused-in-last",

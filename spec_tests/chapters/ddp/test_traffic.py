@@ -97,7 +97,7 @@ def test_a_bucket_closes_near_its_size(world, subject, elements):
         )
 
 
-test_size_invariance = holds(
+test_buckets_size_invariance = holds(
     "ddp.buckets.size-invariance",
     "Whatever the bucket size, gradients MUST be the same mean: packing is not arithmetic.",
     {

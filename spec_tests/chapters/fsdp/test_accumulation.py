@@ -38,16 +38,15 @@ test_any_schedule = holds(
     worlds=(2, 3),
 )
 
-
-@clause("fsdp.accumulation.sends-no-gradient", source="contract: unreduced; " + PAGE)
-def test_a_micro_batch_that_is_not_reduced_sends_no_gradient(world, subject):
-    """With gradient synchronisation off, a backward MUST NOT reduce anything.
-
-    The numbers are right either way: only a look at the traffic tells.
-    """
-    situation = "even: backward 5, zero_grad none, accumulate 0, accumulate 1"
-    same_as_alone(world, subject, situation, looks=("silent",), values=False)
-
+test_sends_no_gradient = holds(
+    "fsdp.accumulation.sends-no-gradient",
+    "With gradient synchronisation off, a backward MUST NOT reduce anything.",
+    # The numbers are right either way: only a look at the traffic tells.
+    "even: backward 5, zero_grad none, accumulate 0, accumulate 1",
+    looks=("silent",),
+    values=False,
+    source="contract: unreduced; " + PAGE,
+)
 
 test_cleared_before_backward = holds(
     "fsdp.accumulation.cleared-before-backward",

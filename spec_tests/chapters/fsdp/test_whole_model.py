@@ -129,7 +129,7 @@ test_thawed_rest = holds(
     worlds=(2,),
 )
 
-test_of_a_whole_model = holds(
+test_accumulation_of_a_whole_model = holds(
     "fsdp.accumulation.of-a-whole-model",
     "Without `zero_grad`, gradients of a whole model MUST accumulate, or be refused with an error.",
     # Code that sets the shard's gradient where it should add trains on the last micro-batch alone.

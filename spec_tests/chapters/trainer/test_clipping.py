@@ -136,25 +136,22 @@ def test_what_is_not_finite_in_one_shard_counts_for_all(world, subject, clipping
         )
 
 
-@clause(
+test_rate_takes_effect = holds(
     "trainer.rate.takes-effect",
+    "After `set_lr` the next step MUST use the factor times the initial rate.",
+    {
+        optimizer: f"mlp {optimizer}: rate 0.5, train 1, rate 2, train 2, rate 0.5, train 3"
+        for optimizer in ("sgd", "adamw")
+    },
     source="contract: Trainer.set_lr/next-step; torch.optim.lr_scheduler.LambdaLR",
 )
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_a_new_rate_is_that_of_the_next_step(world, subject, optimizer):
-    """After `set_lr` the next step MUST use the factor times the initial rate."""
-    line = "rate 0.5, train 1, rate 2, train 2, rate 0.5, train 3"
-    same_as_alone(world, subject, f"mlp {optimizer}: {line}")
 
-
-@clause(
+test_rate_every_group = holds(
     "trainer.rate.every-group",
+    "`set_lr` MUST scale every group's own initial rate.",
+    "mlp momentum two-groups: rate 0.5, train 1, rate 2, train 2, rate 0.5, train 3",
     source="contract: Trainer.set_lr/every-group; torch.optim.lr_scheduler.LambdaLR",
 )
-def test_every_group_gets_its_rate(world, subject):
-    """`set_lr` MUST scale every group's own initial rate."""
-    line = "mlp momentum two-groups: rate 0.5, train 1, rate 2, train 2, rate 0.5, train 3"
-    same_as_alone(world, subject, line)
 
 
 def in_bfloat16(world, subject, words, program):

@@ -22,25 +22,25 @@ clause = clauses(judges=TRAINERS, level="correct", worlds=(2,))
 holds = rows(clause, same_as_alone)
 EVALUATES = "FSDP2 of PyTorch 2.13 computes with stale weights after an evaluation"
 
-
-@clause(
-    "trainer.evaluation.leaves-no-trace", source="contract: Trainer.evaluate/inert; " + EVALUATES
-)
-@pytest.mark.parametrize("number", ["one", "two"])
-def test_evaluations_change_nothing(world, subject, number):
-    """An evaluation between steps MUST NOT change any later weight."""
-    line = "evaluate 51, train 1, evaluate 52, train 2, evaluate 53, train 3"
+test_evaluation_leaves_no_trace = holds(
+    "trainer.evaluation.leaves-no-trace",
+    "An evaluation between steps MUST NOT change any later weight.",
     # What an evaluation returns is for the next clause to judge.
-    same_as_alone(world, subject, f"mlp momentum of-{number}: {line}", values=False)
-
-
-@clause(
-    "trainer.evaluation.current-weights", source="contract: Trainer.evaluate/current; " + EVALUATES
+    {
+        number: f"mlp momentum of-{number}: evaluate 51, train 1, evaluate 52, train 2, "
+        "evaluate 53, train 3"
+        for number in ("one", "two")
+    },
+    values=False,
+    source="contract: Trainer.evaluate/inert; " + EVALUATES,
 )
-def test_an_evaluation_uses_current_weights(world, subject):
-    """`evaluate` MUST return this rank's loss of the batch with the current weights."""
-    line = "mlp adamw: evaluate 50, train 1, evaluate 50, train 2, evaluate 50"
-    same_as_alone(world, subject, line)
+
+test_evaluation_current_weights = holds(
+    "trainer.evaluation.current-weights",
+    "`evaluate` MUST return this rank's loss of the batch with the current weights.",
+    "mlp adamw: evaluate 50, train 1, evaluate 50, train 2, evaluate 50",
+    source="contract: Trainer.evaluate/current; " + EVALUATES,
+)
 
 
 class Seen(set[tuple[bool, bool]]):
@@ -177,7 +177,7 @@ test_other_number_of_micro_batches = holds(
     source="contract: other-number; the last step of an epoch",
 )
 
-test_trains_by_itself = holds(
+test_group_trains_by_itself = holds(
     "trainer.group.trains-by-itself",
     "In a sub-group a trainer MUST train on that group's micro-batches alone.",
     {

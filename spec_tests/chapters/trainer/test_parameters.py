@@ -79,13 +79,12 @@ test_order_differs = holds(
     "DeepSpeed issue 2343; Li et al. 2020, section 3.2.3",
 )
 
-
-@clause("trainer.parameters.thawed-later", source="contract: thawed-later; fine-tuning by stages")
-def test_what_is_thawed_later_trains(world, subject):
-    """A parameter that is thawed between steps MUST train from then on, or be an error."""
-    line = "mlp momentum not-the-second: train 1, thaw 2, thaw 3, train 2, train 3"
-    same_as_alone(world, subject, line)
-
+test_thawed_later = holds(
+    "trainer.parameters.thawed-later",
+    "A parameter that is thawed between steps MUST train from then on, or be an error.",
+    "mlp momentum not-the-second: train 1, thaw 2, thaw 3, train 2, train 3",
+    source="contract: thawed-later; fine-tuning by stages",
+)
 
 test_frozen_later = holds(
     "trainer.parameters.frozen-later",

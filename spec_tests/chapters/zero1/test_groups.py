@@ -70,23 +70,21 @@ def test_schedulers_drive_it(world, subject):
     same_as_unsharded(world, scheduled, f"{TOY} adamw")
 
 
-@clause(
+test_added_later = holds(
     "zero1.groups.added-later",
+    "A group added during training MUST be updated from the next step on, with its options.",
+    f"{TOY} adamw: {steps(1)}, add_group, {steps(2, 3)}",
     level="course",
     source="contract: added-groups; CS336 assignment 2: add_param_group during training",
     worlds=(2, 3),
 )
-def test_a_group_that_is_added_later_trains_from_then_on(world, subject):
-    """A group added during training MUST be updated from the next step on, with its options."""
-    program = f"{steps(1)}, add_group, {steps(2, 3)}"
-    same_as_alone(world, subject, f"{TOY} adamw: {program}")
 
-
-@clause("zero1.groups.rate-set-by-closure", source="contract: closure-options; torch.optim")
-def test_a_rate_that_a_closure_sets_counts_in_its_step(world, subject):
-    """A rate that the closure of a step sets MUST count in that step, and stay."""
-    program = f"closure 1 sets-the-rate, closure 2 sets-the-rate, {steps(3)}"
-    same_as_alone(world, subject, f"{TOY} adamw: {program}")
+test_rate_set_by_closure = holds(
+    "zero1.groups.rate-set-by-closure",
+    "A rate that the closure of a step sets MUST count in that step, and stay.",
+    f"{TOY} adamw: closure 1 sets-the-rate, closure 2 sets-the-rate, {steps(3)}",
+    source="contract: closure-options; torch.optim",
+)
 
 
 def halves(parameters):
