@@ -77,7 +77,6 @@ class FilledLater:
 
 
 def filled(y: torch.Tensor, z: torch.Tensor) -> FilledLater:
-    """One of them, filled."""
     made = FilledLater()
     made.y, made.z = y, z
     return made

@@ -119,7 +119,6 @@ def test_the_loss_that_is_returned_is_a_mean(world, subject):
 
 
 def declared(ctx, subject):
-    """What the trainer declares."""
     return dict(getattr(OnRank(ctx, subject, "mlp").trainer, "declares", {}))
 
 
