@@ -97,8 +97,8 @@ def test_a_registered_method_is_like_forward(world, subject, way):
     """
     called, method, is_freed = WAYS[way]
     own = sharded.Own(encoder, partial(through, called), batch, units=["inner"])
-    how = {"method": method, "reshard_after_forward": is_freed}
-    ranks = sharded.steps_as_alone(world, subject, own, **how)
+    asked = (world, subject, own)
+    ranks = sharded.steps_as_alone(*asked, method=method, reshard_after_forward=is_freed)
     if is_freed:
         kinds = [rank["kinds"] for rank in ranks]
         judge.equal(kinds, ["DTensor"], quantity="kinds of parameters after the call")
