@@ -195,19 +195,19 @@ def rows(declare: Callable[..., Any], law: Callable[..., None]) -> Callable[...,
 
     Args:
         declare: `clause`, with the defaults of the file.
-        law: called with world, subject, situation and whatever else the row gives.
+        law: called with world, subject, situation and those options of the row that `clause` lacks.
     """
     of_law, of_clause = inspect.signature(law), inspect.signature(clause).parameters
 
-    def row(id: str, sentence: str, situation: Any, *args: Any, **options: Any) -> Any:
+    def row(id: str, sentence: str, situation: Any, **options: Any) -> Any:
         """Declare a clause for one situation, or for several by the names of their cases."""
         how = {name: options.pop(name) for name in options.keys() - of_clause.keys()}
-        of_law.bind("world", "subject", situation, *args, **how)  # a TypeError now, not in a run
+        of_law.bind("world", "subject", situation, **how)  # a TypeError now, not in a run
         cases = situation if isinstance(situation, Mapping) else None
         test: Any = (
-            (lambda world, subject: law(world, subject, situation, *args, **how))
+            (lambda world, subject: law(world, subject, situation, **how))
             if cases is None
-            else (lambda world, subject, situation: law(world, subject, situation, *args, **how))
+            else (lambda world, subject, situation: law(world, subject, situation, **how))
         )
         # The test is where the row is: for the ledger, messages and tracebacks.
         caller = sys._getframe(1)

@@ -104,17 +104,13 @@ def test_a_row_is_a_clause_whose_test_calls_the_law_where_the_row_is(register):
     row = rows(clauses(level="course", judges=("ddp",), worlds=(3,)), law)
     first = inspect.stack()[0].lineno + 1
     one = row("ddp.trial.only", "This MUST hold.", "mlp: step", looks=True, source="x", worlds=(4,))
-    several = row(
-        "ddp.trial.several",
-        "This MUST hold as well.",
-        {"a": "mlp: step", "b": "tied: step"},
-        source="x",
-    )
+    lines = {"a": "mlp: step", "b": "tied: step"}
+    several = row("ddp.trial.several", "This MUST hold as well.", lines, source="x")
     found, other = declared(one), declared(several)
     assert found is register["ddp.trial.only"]
     assert (found.sentence, found.level, found.worlds) == ("This MUST hold.", "course", (4,))
     assert found.where == f"spec_tests/tests/rig/test_clause.py:{first}"
-    assert other.where == f"spec_tests/tests/rig/test_clause.py:{first + 1}"
+    assert other.where == f"spec_tests/tests/rig/test_clause.py:{first + 2}"
     assert [*map(found.label, found.cases())] == ["ddp-w4"]
     assert [*map(other.label, other.cases())] == ["ddp-w3-a", "ddp-w3-b"]
     for each in (found, other):
@@ -122,8 +118,8 @@ def test_a_row_is_a_clause_whose_test_calls_the_law_where_the_row_is(register):
             each.test(**case)
     assert calls == [
         (4, "ddp", "mlp: step", True, first),
-        (3, "ddp", "mlp: step", False, first + 1),
-        (3, "ddp", "tied: step", False, first + 1),
+        (3, "ddp", "mlp: step", False, first + 2),
+        (3, "ddp", "tied: step", False, first + 2),
     ]
     with pytest.raises(TypeError, match="'look'"):  # no option of the law: known without a run
         row("ddp.trial.only", "This MUST hold.", "mlp: step", look=True, source="x")
