@@ -143,7 +143,6 @@ class OnRank(Machine):
             yield
 
     def finish_backward(self) -> None:
-        """End a backward."""
         self.ctx.impl.finish_gradient_synchronization(self.wrapped)
 
     def named(self) -> list[tuple[str, Any]]:

@@ -43,7 +43,6 @@ class Stepped(Machine):
         self.saved: Any = None
 
     def made(self, groups: Any, kind: type[torch.optim.Optimizer], **options: Any) -> Any:
-        """Return the optimizer."""
         return kind(groups, **options)
 
     def state(self) -> dict[str, Any]:
@@ -51,7 +50,6 @@ class Stepped(Machine):
         return self.optimizer.state_dict()  # type: ignore[no-any-return]  # of a plain one
 
     def weights(self) -> Named:
-        """Return the weights."""
         return {name: p.detach().clone() for name, p in self.parameters.items()}
 
     def deal(self, micro: str, whose: str) -> None:

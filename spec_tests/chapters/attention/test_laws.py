@@ -162,7 +162,6 @@ def unequal(world, subject, seq_k):
 
 
 def part(x, first=None, end=None):
-    """The keys from `first` to `end`."""
     return x.but(k=x.k[:, :, first:end].contiguous(), v=x.v[:, :, first:end].contiguous())
 
 

@@ -170,7 +170,6 @@ def of_dtypes(case):
 
 
 def norm_of(ctx, make, *args):
-    """The norm of the gradients that `make` returns."""
     gradients = make(*args)
     parameters = [nn.Parameter(torch.zeros_like(gradient)) for gradient in gradients]
     for parameter, gradient in zip(parameters, gradients, strict=True):

@@ -27,7 +27,6 @@ class OneHead(Stack):
     """A stack with one causal head of attention in the middle."""
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """Logits."""
         x = self.embedding(ids)
         for layer in self.layers:
             x = torch.tanh(layer(x))
