@@ -4,18 +4,23 @@
 2. verify    ranks share the check sums; a damaged folder is skipped with a warning
 3. compare   names, shapes, dtypes and options with the live model and optimizer
 4. read      into fresh tensors
-5. apply     the loader, which may refuse; then model, optimizer, generators
+5. apply     optimizer, model, loader, generators; what any rank refuses is undone on all
 
-Up to the last step nothing live has been touched, and the last one only copies.
+Up to the last step nothing live has been touched. What it changes in tensors is exchanged with the
+fresh ones, so that undoing needs no further memory.
 
 At another world size model and optimizer are the same; the loader's state is used if all ranks had
 the same one (as a global position is); a rank that took part in the save takes up its own random
 numbers, any further one goes on with those it was started with.
 """
 
+import contextlib
+import copy
 import os
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +31,13 @@ from solution import comm
 from solution.checkpoint import folder, storage
 from solution.checkpoint.folder import CheckpointError, together
 from solution.checkpoint.named import ModelTensors, OptimizerTensors, same
-from solution.checkpoint.save import PLAIN, Stateful, restore_random_state, with_tensors
+from solution.checkpoint.save import (
+    PLAIN,
+    Stateful,
+    random_state,
+    restore_random_state,
+    with_tensors,
+)
 
 
 def load_checkpoint(
@@ -105,15 +116,35 @@ class _Loading:
             lambda: storage.read_tensors(targets, self.path, self.group) if targets else None,
             self.group,
         )
-        self._apply_loader(own)
+        undo: list[Callable[[], object]] = []
 
+        @torch.no_grad()
         def apply() -> None:
-            named.load(targets.get("model", {}), plain["objects"])
+            undo.append(partial(restore_random_state, random_state()))
+            for each in (self.optimizer, *vars(self.optimizer).values()):  # and one inside
+                if isinstance(each, torch.optim.Optimizer):  # loading gives it other dicts
+                    undo.append(partial(vars(each).update, {**vars(each)}))
             moments.load(targets.get("optimizer", {}).get("state", {}), plain["optimizer"])
+            undo.append(partial(named.load, named.tensors, copy.deepcopy(named.objects)))
+            for name, live in named.tensors.items():
+                fresh, before = targets["model"][name], live.clone()
+                live.copy_(fresh)
+                undo.append(partial(live.copy_, fresh.copy_(before)))
+            named.load(named.tensors, plain["objects"])
+            if self.loader is not None:
+                undo.append(partial(self.loader.load_state_dict, self.loader.state_dict()))
+                self.loader.load_state_dict(own["loader"])
             if own["random"] is not None:
                 restore_random_state(own["random"])
 
-        together(f"take over what it read from {self.path}", apply, self.group)
+        try:
+            together(f"take over what it read from {self.path}", apply, self.group)
+        except BaseException:
+            for put_back in reversed(undo):
+                # What refuses to be loaded may refuse this as well: it is as it was.
+                with contextlib.suppress(Exception), torch.no_grad():
+                    put_back()
+            raise
 
     def _compare(self) -> tuple[Any, dict[str, Any], ModelTensors, OptimizerTensors, Any]:
         plain = storage.decode((self.path / PLAIN).read_bytes())
@@ -145,22 +176,6 @@ class _Loading:
                     f"ones; with them only {len(ranks)} ranks can go on"
                 )
         return own
-
-    def _apply_loader(self, own: dict[str, Any]) -> None:
-        """Some ranks' loaders may refuse: then those that did not are put back."""
-        before: list[Any] = []
-
-        def apply() -> None:
-            if self.loader is not None:
-                before.append(self.loader.state_dict())
-                self.loader.load_state_dict(own["loader"])
-
-        try:
-            together(f"take up the loader's place in {self.path}", apply, self.group)
-        except CheckpointError:
-            if self.loader is not None and before:
-                self.loader.load_state_dict(before[0])
-            raise
 
 
 def _model_mismatch(named: ModelTensors, sizes: dict[str, Any], objects: dict[str, Any]) -> str:

@@ -113,9 +113,9 @@ def load_checkpoint(directory: Any, *, model: nn.Module, optimizer: Any, loader:
         raise RuntimeError(f"expected a checkpoint in {directory}, found none")
     state = torch.load(path, weights_only=True)
     require_fit(bare(model), state["model"])
+    restore_rank(state["ranks"], loader)  # first: a loader may refuse its state
     restore_model(bare(model), state["model"])
     restore_optimizer(model, optimizer, state["optimizer"])
-    restore_rank(state["ranks"], loader)
     loaded: int = state["step"]
     return loaded
 
