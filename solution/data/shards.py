@@ -223,7 +223,7 @@ def require_own_folder(folder: Path, names: str) -> list[Path]:
 def find_shards(folder: str | os.PathLike[str], split: str) -> list[Path]:
     """The shards of `split` ("train" or "val") in `folder`, in natural order of their names.
 
-    Only the file's own name decides: `/data/pretraining/x_val_000000.bin` is validation data.
+    A word of the file's own name decides: `/data/train/pretrain_val_000000.bin` is validation data.
 
     Raises:
         ValueError: no folder, or no such shard in it.
@@ -231,13 +231,13 @@ def find_shards(folder: str | os.PathLike[str], split: str) -> list[Path]:
     folder = Path(folder)
     if not folder.is_dir():
         raise ValueError(
-            f"{folder}: expected a folder with *{split}*.bin shards, found none; "
+            f"{folder}: expected a folder with *_{split}_*.bin shards, found none; "
             f"`python -m solution.data.prepare --out {folder}` makes one"
         )
-    found = [path for path in folder.glob("*.bin") if split in path.name]
+    found = [p for p in folder.glob("*.bin") if split in re.split(r"[^a-z]+", p.name)]
     if not found:
         raise ValueError(
-            f"{folder}: expected *{split}*.bin shards, found none among "
+            f"{folder}: expected *_{split}_*.bin shards, found none among "
             f"{sorted(path.name for path in folder.glob('*.bin'))}"
             + "; prepare with --val-fraction above 0, or train without --eval-every"
             * (split == "val")

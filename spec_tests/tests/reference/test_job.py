@@ -168,13 +168,22 @@ def test_a_dry_run_says_the_numbers_and_writes_nothing(data, tmp_path):
     assert not (tmp_path / "absent").exists()
 
 
-def test_only_a_files_own_name_says_which_split_it_belongs_to(tmp_path):
+def test_only_a_word_of_a_files_own_name_says_which_split_it_belongs_to(tmp_path):
     folder = tmp_path / "pretraining"  # "train" is in the path of what is validation data
     folder.mkdir()
-    (folder / "x_val_000000.bin").write_bytes(shard(700, seed=9, vocabulary=64))
+    (folder / "pretrain_val_000000.bin").write_bytes(shard(700, seed=9, vocabulary=64))
 
     flags = (*SMALL, "--data", folder, "--dry-run")
-    run(BASELINE, *flags, folder=tmp_path, status=2, says="x_val_000000.bin")
+    run(BASELINE, *flags, folder=tmp_path, status=2, says="pretrain_val_000000.bin")
+
+
+def test_ids_are_checked_in_every_shard_that_is_read(tmp_path):
+    for number in range(3):  # of which only 16 of 30 tokens are one sequence
+        text = shard(30, seed=number, vocabulary=50 * (number + 1))
+        (tmp_path / f"x_train_{number}.bin").write_bytes(text)
+
+    flags = (*SMALL, "--data", ".", "--global-batch-size", 1, "--micro-batch-size", 1, "--dry-run")
+    run(BASELINE, *flags, folder=tmp_path, status=2, says="x_train_2.bin: expected ids below")
 
 
 @pytest.mark.slow
