@@ -23,6 +23,8 @@ from torch import nn
 
 from solution.config import require_positive
 
+FLOOR = 0.1  # of the peak, where the rate ends
+
 
 def decay_groups(module: nn.Module, *, weight_decay: float) -> list[dict[str, Any]]:
     """Parameter groups for a `torch.optim` optimizer: what has two dims or more decays.
@@ -43,12 +45,12 @@ def decay_groups(module: nn.Module, *, weight_decay: float) -> list[dict[str, An
 
 
 def cosine_schedule(
-    peak: float, *, num_steps: int, warmup_steps: int = 0, floor: float = 0.1
+    peak: float, *, num_steps: int, warmup_steps: int = 0
 ) -> Callable[[int], float]:
     """The learning rate as a function of the number of steps already finished.
 
     Step k < warmup_steps uses peak * (k + 1) / warmup_steps, so the first step moves and the last
-    of the warm-up uses the peak. From there a half cosine falls to floor * peak at step num_steps -
+    of the warm-up uses the peak. From there a half cosine falls to FLOOR * peak at step num_steps -
     1, and stays.
 
     Raises:
@@ -68,6 +70,6 @@ def cosine_schedule(
         if step < warmup_steps:
             return peak * (step + 1) / warmup_steps
         progress = min(1.0, (step - first) / span)
-        return peak * (floor + (1 - floor) * (1 + math.cos(math.pi * progress)) / 2)
+        return peak * (FLOOR + (1 - FLOOR) * (1 + math.cos(math.pi * progress)) / 2)
 
     return lr

@@ -13,10 +13,10 @@ Exit status: 0 done, 2 bad input, 3 out of memory.
 """
 
 import argparse
-import functools
 import sys
 import time
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -124,36 +124,29 @@ def _lines(found: dict[str, Any], larger: dict[str, Any], dtype: torch.dtype) ->
     )
 
 
-class _Peak:
-    """The peak of CUDA's allocator; 0 on the CPU, whose allocator keeps none."""
-
-    def reset_peak(self) -> None:
-        if torch.cuda.is_available():
-            torch.cuda.reset_peak_memory_stats()
-
-    def peak_bytes(self) -> int:
-        return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
-
-
 def _sweep(work: Workload, flags: argparse.Namespace) -> list[dict[str, Any]]:
     """Return a row per batch size, printed as it comes; on the CPU the peak is predicted."""
     is_gpu = work.device.type == "cuda"
     print(f"  batch      tokens/s  {'' if is_gpu else 'predicted '}peak MiB", flush=True)
-    rows = []
-    sweep = functools.partial(
-        sweep_batch_sizes,
-        functools.partial(_build, work, flags),
-        sequence_length=work.length,
-        clock=time.perf_counter,
-        memory=_Peak(),
-        num_steps=flags.steps,
+    memory = SimpleNamespace(
+        reset_peak=torch.cuda.reset_peak_memory_stats if is_gpu else lambda: None,
+        peak_bytes=torch.cuda.max_memory_allocated if is_gpu else lambda: 0,
     )
-    for row in (row for size in flags.batch_sizes for row in sweep(batch_sizes=[size])):
+    rows = []
+    for size in flags.batch_sizes:
+        [row] = sweep_batch_sizes(
+            lambda size: _build(work, flags, size),
+            batch_sizes=[size],
+            sequence_length=work.length,
+            clock=time.perf_counter,
+            memory=memory,
+            num_steps=flags.steps,
+        )
         if not is_gpu:
-            row["peak_bytes"] = work.predict(row["batch_size"]).peak_bytes
-        size = "-" if row["peak_bytes"] is None else significant(row["peak_bytes"] / MIB)
+            row["peak_bytes"] = work.predict(size).peak_bytes
+        peak = "-" if row["peak_bytes"] is None else significant(row["peak_bytes"] / MIB)
         rate = "out of memory" if row["is_oom"] else significant(row["tokens_per_s"], decimals=1)
-        print(f"  {row['batch_size']:5}  {rate:>12}  {size}", flush=True)
+        print(f"  {size:5}  {rate:>12}  {peak}", flush=True)
         rows.append(row)
     return rows
 

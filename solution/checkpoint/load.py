@@ -28,16 +28,9 @@ import torch
 from torch import nn
 
 from solution import comm
-from solution.checkpoint import folder, storage
+from solution.checkpoint import folder, save, storage
 from solution.checkpoint.folder import CheckpointError, together
 from solution.checkpoint.named import ModelTensors, OptimizerTensors, same
-from solution.checkpoint.save import (
-    PLAIN,
-    Stateful,
-    random_state,
-    restore_random_state,
-    with_tensors,
-)
 
 
 def load_checkpoint(
@@ -45,7 +38,7 @@ def load_checkpoint(
     *,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    loader: Stateful | None = None,
+    loader: save.Stateful | None = None,
     process_group: comm.Group = None,
 ) -> int:
     """Load the newest complete checkpoint below `directory`. All ranks call it.
@@ -85,7 +78,7 @@ def _damage(path: Path, group: comm.Group) -> str:
     """Return why a folder cannot be used, from this rank's part of the check; "" if it can."""
     try:
         if comm.rank(group) == 0:
-            storage.decode((path / PLAIN).read_bytes())
+            storage.decode((path / save.PLAIN).read_bytes())
         return storage.damage(path, part=comm.rank(group), of=comm.size(group))
     except Exception as error:  # bytes that make no sense raise whatever they happen to meet
         return f"{type(error).__name__}: {error}"
@@ -103,7 +96,7 @@ class _Loading:
     path: Path
     model: nn.Module
     optimizer: torch.optim.Optimizer
-    loader: Stateful | None
+    loader: save.Stateful | None
     group: comm.Group
 
     def run(self) -> None:
@@ -120,10 +113,12 @@ class _Loading:
 
         @torch.no_grad()
         def apply() -> None:
-            undo.append(partial(restore_random_state, random_state()))
-            for each in (self.optimizer, *vars(self.optimizer).values()):  # and one inside
-                if isinstance(each, torch.optim.Optimizer):  # loading gives it other dicts
-                    undo.append(partial(vars(each).update, {**vars(each)}))
+            undo.append(partial(save.restore_random_state, save.random_state()))
+            undo.extend(  # a load gives it, and one inside of it, other dicts
+                partial(vars(each).update, {**vars(each)})
+                for each in (self.optimizer, *vars(self.optimizer).values())
+                if isinstance(each, torch.optim.Optimizer)
+            )
             moments.load(targets.get("optimizer", {}).get("state", {}), plain["optimizer"])
             undo.append(partial(named.load, named.tensors, copy.deepcopy(named.objects)))
             for name, live in named.tensors.items():
@@ -135,7 +130,7 @@ class _Loading:
                 undo.append(partial(self.loader.load_state_dict, self.loader.state_dict()))
                 self.loader.load_state_dict(own["loader"])
             if own["random"] is not None:
-                restore_random_state(own["random"])
+                save.restore_random_state(own["random"])
 
         try:
             together(f"take over what it read from {self.path}", apply, self.group)
@@ -147,7 +142,7 @@ class _Loading:
             raise
 
     def _compare(self) -> tuple[Any, dict[str, Any], ModelTensors, OptimizerTensors, Any]:
-        plain = storage.decode((self.path / PLAIN).read_bytes())
+        plain = storage.decode((self.path / save.PLAIN).read_bytes())
         # By flat names: "model.encoder.weight".
         sizes = dict(storage.read_metadata(self.path).state_dict_metadata)
         named = ModelTensors.of(self.model)
@@ -159,7 +154,7 @@ class _Loading:
         own = self._own(plain["ranks"])
         model = {n: torch.empty_like(t, requires_grad=False) for n, t in named.tensors.items()}
         targets = {"model": model, "optimizer": {"state": moments.empty(plain["optimizer"], sizes)}}
-        return plain, own, named, moments, with_tensors(targets)
+        return plain, own, named, moments, save.with_tensors(targets)
 
     def _own(self, encoded: list[bytes]) -> dict[str, Any]:
         """Return this rank's part of the states that each rank saved for itself."""

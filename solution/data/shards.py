@@ -32,6 +32,7 @@ HEADER_WORDS = 256
 HEADER_BYTES = HEADER_WORDS * 4
 MAX_TOKENS = 2**31 - 1  # the count is an int32
 NUM_IDS = 2**16  # a token is a uint16
+CHUNK = 2**22  # tokens that are checked at a time
 
 Tokens = npt.NDArray[np.uint16]
 
@@ -72,14 +73,14 @@ class Shard:
             )
         return np.frombuffer(data, dtype="<u2")
 
-    def check_vocabulary(self, vocab_size: int, *, chunk: int = 2**22) -> None:
+    def check_vocabulary(self, vocab_size: int) -> None:
         """Raise a ValueError if a model of `vocab_size` words cannot embed an id (1 G tokens/s).
 
         Raises:
             ValueError: names the first such id, its token index and its byte offset.
         """
-        for start in range(0, self.num_tokens, chunk):
-            tokens = self.read(start, min(chunk, self.num_tokens - start))
+        for start in range(0, self.num_tokens, CHUNK):
+            tokens = self.read(start, min(CHUNK, self.num_tokens - start))
             if tokens.max() < vocab_size:
                 continue
             index = start + int(np.argmax(tokens >= vocab_size))

@@ -73,14 +73,10 @@ def flops_per_token(model: nn.Module, *, sequence_length: int) -> int:
         # PyTorch has no formula for its fused attention on CPU, and ours halve what is causal.
         fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         own = (getattr(torch.ops.trainspec, f"flash_attention_{x}") for x in ("tiled", "triton"))
-        formulas = dict.fromkeys((fused, *own), _attention_flops)
-        with torch.no_grad(), FlopCounterMode(display=False, custom_mapping=formulas) as counter:
+        in_full = dict.fromkeys((fused, *own), lambda q, k, *_, **__: flops(q, k, causal=False))
+        with torch.no_grad(), FlopCounterMode(display=False, custom_mapping=in_full) as counter:
             twin(ids)
     return 3 * counter.get_total_flops() // sequence_length
-
-
-def _attention_flops(q: Any, k: Any, *others: Any, **_: Any) -> int:
-    return flops(q, k, causal=False)
 
 
 def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:

@@ -106,7 +106,9 @@ def test_a_run_goes_on_in_any_layout(data, tmp_path):
         shutil.rmtree(tmp_path / "saved" / f"step-{step:08d}")
     first, _ = run_ranks(FSDP, *flags, folder=tmp_path)
     shutil.rmtree(tmp_path / "saved" / "step-00000003")
-    alone = run(BASELINE, *flags, folder=tmp_path)
+    alone = run(BASELINE, *flags, "--preset", "tiny", folder=tmp_path)  # that is the default
+    says = "param_dtype 'bfloat16' (saved: 'float32')"
+    run(FSDP, *flags, "--param-dtype", "bfloat16", folder=tmp_path, status=1, says=says)
 
     assert "going on after step 1" in first.out
     assert "going on after step 2" in alone.out
@@ -129,6 +131,7 @@ def test_a_run_goes_on_in_any_layout(data, tmp_path):
         (("--vocab-size", 32), 2, "vocabulary size 32"),
         (("--global-batch-size", 7), 2, "global_batch_size"),
         (("--learning-rate", 1e30), 1, "finite"),
+        (("--zero1",), 2, "unrecognized arguments: --zero1"),
         (("--strategy", "HALF_SHARD"), 2, "HALF_SHARD"),
         (("--impl", "other"), 2, "other"),
         (("--param-dtype", "float8"), 2, "float8"),
