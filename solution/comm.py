@@ -2,8 +2,8 @@
 
 Problem. Collectives are where distributed programs hang and where backends differ. Kept in one
 file and named by what they mean, they can be counted, replaced and reasoned about; the layers above
-are arithmetic and order. PyTorch issues others: in `DTensor.full_tensor` (`full_parameters`), and in
-its checkpoint library (`checkpoint/storage.py`).
+are arithmetic and order. PyTorch itself issues others, in `DTensor.full_tensor` and in its
+library of checkpoints (`checkpoint/storage.py`).
 
 Every function takes `group`, None being the default group. A function that can overlap with compute
 returns a `Handle`, and nothing that was passed in may be read or written before `handle.wait()`.
