@@ -31,6 +31,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from solution import trainer
 from solution.attention import unavailable
 from solution.checkpoint import CheckpointError, latest_step
 from solution.console import say, significant
@@ -49,22 +50,15 @@ from solution.parallel.zero1 import ShardedOptimizer
 from solution.resume import Interrupted, Restarts
 from solution.runlog import RunLog
 from solution.train_config import TrainConfig
-from solution.trainer import (
-    DataExhaustedError,
-    NonFiniteError,
-    accumulation_steps,
-    evaluate,
-    training_steps,
-)
 from solution.world import World, distributed
 
 COUNTED_STEP = 2  # the third: PyTorch's DDP settles its buckets after the first
 GPT2_VOCABULARY = 50257  # of shards that come without a tokenizer's word
 DONE, BAD_INPUT = 0, 2
 STATUS: dict[type[Exception], int] = {
-    NonFiniteError: 1,
+    trainer.NonFiniteError: 1,
     CheckpointError: 1,
-    DataExhaustedError: 3,
+    trainer.DataExhaustedError: 3,
     Interrupted: 4,
 }
 REPORTED: tuple[type[Exception], ...] = (*STATUS, ValueError, OSError)
@@ -86,7 +80,7 @@ def train(job: "Job", wrap: Wrap) -> None:
         finished = restarts.resume()
         if finished >= config.steps:
             return  # done by an earlier run, whose summary stays
-        records = training_steps(
+        records = trainer.training_steps(
             model,
             optimizer,
             job.loader,
@@ -121,7 +115,7 @@ class Job:
         self.config, self.world, self.name = config, world, config.name
         if reason := unavailable(config.attention, world.device.type):
             raise ValueError(f"expected an attention that runs on {world.device.type}: {reason}")
-        self.num_micro_batches = accumulation_steps(  # of a step, on each rank
+        self.num_micro_batches = trainer.accumulation_steps(  # of a step, on each rank
             global_batch_size=config.global_batch_size,
             micro_batch_size=config.micro_batch_size,
             world_size=world.size,
@@ -132,7 +126,7 @@ class Job:
         self.loader = self._loader("train", config.steps * self.num_micro_batches)
         possible = self.loader.num_batches // self.num_micro_batches
         if possible < config.steps:
-            raise DataExhaustedError(
+            raise trainer.DataExhaustedError(
                 f"expected data for {config.steps} steps of {config.global_batch_size} sequences, "
                 f"got {self.loader.num_sequences} sequences of {self.sequence_length} tokens, "
                 f"enough for {possible} steps; ask for fewer, or prepare more data"
@@ -176,11 +170,11 @@ class Job:
             rank=self.world.rank,
             world_size=self.world.size,
         )
-        unread = num_batches * loader.global_batch_size * self.sequence_length
+        unread = num_batches * loader.global_batch_size  # sequences
         for shard in loader.shards:
             if unread > 0:
                 shard.check_vocabulary(self.model_config.vocab_size)
-            unread -= max(0, len(shard) - 1) // self.sequence_length * self.sequence_length
+            unread -= max(0, len(shard) - 1) // self.sequence_length
         return loader
 
     def __str__(self) -> str:
@@ -251,7 +245,7 @@ class Job:
         if loader is None or every is None or (finished % every and finished != config.steps):
             return None
         batches = itertools.islice(loader, config.eval_batches)
-        self.val_loss = evaluate(model, batches, dtype=config.dtype)
+        self.val_loss = trainer.evaluate(model, batches, dtype=config.dtype)
         return self.val_loss
 
     def summarize(self, module: nn.Module, optimizer: torch.optim.Optimizer, log: RunLog) -> None:

@@ -23,11 +23,7 @@ import torch
 
 from solution.config import require_positive
 from solution.console import significant
-from solution.measure.flops import (
-    extrapolate_training,
-    flops_per_token,
-    model_flops_utilization,
-)
+from solution.measure import flops
 from solution.measure.memory import training_loss
 from solution.measure.throughput import is_out_of_memory, measure_throughput, sweep_batch_sizes
 from solution.measure.workload import BAD_INPUT, DONE, Workload, keep, parser
@@ -72,12 +68,14 @@ def _report(work: Workload, flags: argparse.Namespace) -> int:
     )
     del step  # with its model
     rate = found["tokens_per_s"]
-    flops = flops_per_token(work.shape(), sequence_length=work.length)
-    mfu = model_flops_utilization(
-        tokens_per_s=rate, flops_per_token=flops, device_name=device, dtype=work.dtype
+    per_token = flops.flops_per_token(work.shape(), sequence_length=work.length)
+    mfu = flops.model_flops_utilization(
+        tokens_per_s=rate, flops_per_token=per_token, device_name=device, dtype=work.dtype
     )
-    found |= {"tokens_per_step": tokens, "flops_per_token": flops, "mfu": mfu}
-    larger = extrapolate_training(tokens_per_s=rate, num_parameters=work.num_parameters, **LARGER)
+    found |= {"tokens_per_step": tokens, "flops_per_token": per_token, "mfu": mfu}
+    larger = flops.extrapolate_training(
+        tokens_per_s=rate, num_parameters=work.num_parameters, **LARGER
+    )
     print(_lines(found, larger, work.dtype))
     rows = _sweep(work, flags) if flags.batch_sizes else []
     keep(flags.out / "throughput.json", {"found": found, "larger": larger, "sweep": rows})
@@ -100,7 +98,7 @@ def _build(work: Workload, flags: argparse.Namespace, batch_size: int) -> Callab
 
 def _lines(found: dict[str, Any], larger: dict[str, Any], dtype: torch.dtype) -> str:
     """Return the course's output block, with what it leaves out."""
-    timed, flops = found["num_steps"], found["flops_per_token"]
+    timed, count = found["num_steps"], found["flops_per_token"]
     mfu = "- (peak of this device is not known)"
     if found["mfu"] is not None:
         mfu = f"{significant(100 * found['mfu'], 3)} % of its dense peak in {dtype}"
@@ -113,7 +111,7 @@ def _lines(found: dict[str, Any], larger: dict[str, Any], dtype: torch.dtype) ->
         f"fastest, quartiles {significant(found['iqr_s'])} apart\n"
         f"  tokens/s      {significant(found['tokens_per_s'], decimals=1)}\n"
         f"  steps/s       {significant(found['steps_per_s'])}\n"
-        f"  FLOPs/token   {flops:,} ({significant(found['tokens_per_s'] * flops / 1e12)} TFLOP/s)\n"
+        f"  FLOPs/token   {count:,} ({significant(found['tokens_per_s'] * count / 1e12)} TFLOP/s)\n"
         f"  MFU           {mfu}\n"
         f"1T parameters, 10T tokens, at tokens/s that fall as parameters grow:\n"
         f"  tokens/s      {significant(larger['tokens_per_s'])}\n"
