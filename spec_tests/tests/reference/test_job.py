@@ -181,8 +181,8 @@ def test_only_a_word_of_a_files_own_name_says_which_split_it_belongs_to(tmp_path
 
 
 def test_ids_are_checked_in_every_shard_that_is_read(tmp_path):
-    for number in range(3):  # of which only 16 of 30 tokens are one sequence
-        text = shard(30, seed=number, vocabulary=50 * (number + 1))
+    for number, words in enumerate((50, 50, 200)):  # one sequence each, of 16 of 30 tokens
+        text = shard(30, seed=number, vocabulary=words)
         (tmp_path / f"x_train_{number}.bin").write_bytes(text)
 
     flags = (*SMALL, "--data", ".", "--global-batch-size", 1, "--micro-batch-size", 1, "--dry-run")
