@@ -1,9 +1,8 @@
-"""Communication: every collective that this code issues itself.
+"""Communication: every collective but those of PyTorch's DTensor and checkpoint library.
 
 Problem. Collectives are where distributed programs hang and where backends differ. Kept in one
 file and named by what they mean, they can be counted, replaced and reasoned about; the layers above
-are arithmetic and order. PyTorch itself issues others, in `DTensor.full_tensor` and in its
-library of checkpoints (`checkpoint/storage.py`).
+are arithmetic and order.
 
 Every function takes `group`, None being the default group. A function that can overlap with compute
 returns a `Handle`, and nothing that was passed in may be read or written before `handle.wait()`.

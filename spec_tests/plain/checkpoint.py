@@ -114,8 +114,8 @@ def load_checkpoint(directory: Any, *, model: nn.Module, optimizer: Any, loader:
     state = torch.load(path, weights_only=True)
     require_fit(bare(model), state["model"])
     restore_rank(state["ranks"], loader)
-    restore_model(bare(model), state["model"])
     restore_optimizer(model, optimizer, state["optimizer"])
+    restore_model(bare(model), state["model"])
     loaded: int = state["step"]
     return loaded
 

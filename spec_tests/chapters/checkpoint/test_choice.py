@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from torch import nn
@@ -178,15 +179,11 @@ def into_another_model(ctx, directory, change, ranks=None):
     return other.read(directory, change)
 
 
-def refuse(*state):
-    """Take no state, and stay as it is."""
-    raise ValueError("refused")
-
-
 def with_a_part_that_refuses(ctx, directory, part):
     """A load into what fits, of which the loader or the optimizer takes no state."""
     Trainee.saved(ctx, directory, toy="mlp")
     other = Trainee(ctx, toy="mlp", seed=8)
+    refuse = Mock(side_effect=ValueError("refused"))
     if part == "loader":
         other.loader.load_state_dict = refuse
     else:

@@ -32,10 +32,9 @@ TAKES_WHAT_IS_THERE = (
     '+         print(f"warning: skipped {each}")',
     "...",
     '- restore_rank(state["ranks"], loader)',
+    '- restore_optimizer(model, optimizer, state["optimizer"])',
     '+ if state["ranks"]:',
     '+     restore_rank(state["ranks"], loader)',
-    "...",
-    '- restore_optimizer(model, optimizer, state["optimizer"])',
     '+ if state["optimizer"]:',
     '+     restore_optimizer(model, optimizer, state["optimizer"])',
 )
