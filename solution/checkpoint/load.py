@@ -101,9 +101,8 @@ class _Loading:
 
     def run(self) -> None:
         """Steps 3 to 5 of the module's docstring."""
-        plain, own, named, moments, targets = together(
-            f"load {self.path}", self._compare, self.group
-        )
+        compared = together(f"load {self.path}", self._compare, self.group)
+        plain, own, named, moments, targets = compared
         together(
             f"read {self.path}",
             lambda: storage.read_tensors(targets, self.path, self.group) if targets else None,
