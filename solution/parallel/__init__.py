@@ -24,6 +24,4 @@ def finish_gradient_synchronization(wrapped: nn.Module) -> None:
 
     A second call changes nothing. For a module that has nothing to finish it does nothing.
     """
-    finish = getattr(wrapped, "finish_gradient_synchronization", None)
-    if finish is not None:
-        finish()
+    getattr(wrapped, "finish_gradient_synchronization", bool)()

@@ -13,8 +13,7 @@ work while the backward still computes.
     optimizer.step()
 
 `Replica`, the shared base class:
-1. At construction all ranks compare names, shapes, dtypes and what is frozen (`agreement.py`): with
-   different models they would send messages of different sizes, and hang or mix them up.
+1. At construction all ranks compare names, shapes, dtypes and what is frozen (`agreement.py`).
 2. Then they take the first rank's values, of frozen parameters and buffers too, since these shape
    every gradient.
 3. During backward, and in `finish_gradient_synchronization`, gradients become means
@@ -33,7 +32,6 @@ backward is over. The one idea added: gradients are kept in flat buffers, the bu
    gradients that are complete at about the same time (`flat.plan_buckets`).
 2. When a gradient is complete it is written, times 1/W, to its slot, a view of the bucket's buffer,
    and the slot becomes `.grad`. This one pass is all the copying there is: nothing is unpacked.
-3. A full bucket is launched, in order (`reducer.py`).
 
 Invariants. With buckets, after `finish_gradient_synchronization` every `.grad` is a view of its
 bucket, with the strides of its parameter. The next round writes to the same memory: clone a
@@ -47,10 +45,12 @@ construction one collective of 16 bytes, and the values once.
 Paper: Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training",
 sections 3.1, 3.2 and 4.1. PyTorch counterpart: `DistributedDataParallel`, with
 `gradient_as_bucket_view=True` for the buckets, which close by the same rule and are not reordered
-here. It waits by itself at the end of backward where this waits in
-`finish_gradient_synchronization`, decides in the forward whether a backward is reduced where this
-decides in the backward, compares shapes only, and sends one broadcast for each dtype. With both,
-backwards of `module` called alone stay local.
+here. With both, backwards of `module` called alone stay local. Where they differ:
+
+    DistributedDataParallel                    here
+    waits at the end of a backward             waits in `finish_gradient_synchronization`
+    its forward decides what is reduced        the backward does: `no_sync` goes around both
+    compares shapes at construction            names, dtypes and what is frozen as well
 """
 
 from collections.abc import Iterator, Sequence
@@ -70,10 +70,10 @@ from solution.parallel.reducer import Reducer
 class Replica(nn.Module):
     """This rank's copy of a model whose gradients are averaged over a process group.
 
-    `module` keeps its Parameter objects; a `process_group` of None is the default group.
+    `module` must keep its Parameter objects, which have the hooks: a training forward that finds
+    others raises. A `process_group` of None is the default group.
     """
 
-    module: nn.Module
     _reducer: Reducer  # set by the subclass when this constructor has returned
 
     def __init__(
@@ -97,7 +97,7 @@ class Replica(nn.Module):
         self.module = module
         self.process_group = process_group
         self._named = list(module.named_parameters())
-        self._inventory = Inventory(partial(_parts_of, module))
+        self._inventory = Inventory(partial(_parts_of, module), module.parameters())
         # Places, not tensors: a forward may put another tensor in a buffer's place.
         self._buffer_places = [
             (owner, name)
@@ -124,24 +124,12 @@ class Replica(nn.Module):
         return self._reducer.no_sync()
 
     def finish_gradient_synchronization(self) -> None:
-        """Return when `.grad` is the mean over the group; a second call changes nothing.
-
-        Call it once after every backward outside `no_sync`, before the optimizer.
+        """Return when `.grad` is the mean over the group: see the function of this name.
 
         Raises:
-            RuntimeError: inside `no_sync`, or when the backward before it was interrupted.
+            RuntimeError: inside `no_sync`, or when the backward before it was interrupted after its
+                first gradient. Other ranks get no error, and NaN for what this one had not sent.
         """
-        if not self._reducer.is_sending:
-            raise RuntimeError(
-                "finish_gradient_synchronization was called inside no_sync, where nothing is sent; "
-                "call it after the last micro-batch, whose forward and backward are outside"
-            )
-        if self._reducer.is_in_backward:
-            self._reducer.abandon()
-            raise RuntimeError(
-                f"rank {comm.rank(self.process_group)}: the backward before this call was "
-                "interrupted by an exception; its gradients are dropped, run the step again"
-            )
         self._reducer.finish()
 
     def __getstate__(self) -> NoReturn:
@@ -180,14 +168,7 @@ class DDPIndividualParameters(Replica):
 class DDPBucketed(Replica):
     """A replica whose gradients live in buckets and are sent a bucket at a time.
 
-    Args:
-        module: the model; its Parameter objects are kept.
-        bucket_size_mb: a bucket is closed once it holds this many MiB; 0 means a bucket per
-            parameter.
-        process_group: over which gradients are averaged; None is the default group.
-
-    Raises:
-        ValueError: a negative bucket size, or a group that this rank does not belong to.
+    A bucket is closed once it holds `bucket_size_mb` MiB; 0 means a bucket per parameter.
     """
 
     def __init__(

@@ -19,26 +19,26 @@ The life of a gradient, from one `finish` to the next (a *round*):
       network           |  bucket 0   |  bucket 1   |  <- `finish` returns here
 
 A parameter that was unused on all ranks. -0.0 is the identity of IEEE addition: x + -0.0 is x for
-every x, +0.0 included. A staged gradient is 0.0 + grad/W, which is never -0.0. So a place that is
-all -0.0 after the sum was absent on every rank and its `.grad` stays None; any other holds the
-mean, with zero for the absent. Ranks read this from the same bits, so they agree without a further
-message.
+every x, +0.0 included. The first number of a staged gradient is never -0.0: 0.0 is added to it. A
+place that is all -0.0 after the sum was absent on every rank and its `.grad` stays None; any other
+holds the mean, with zero for the absent. Ranks read the same bits, so they agree.
 
 Invariants. Between rounds `.grad` is a mean, equal on all ranks, or a local sum since the last
-mean, or both added up; the mean over ranks of any of these is right. So accumulating first and
-reducing once gives the same as reducing every micro-batch. Nothing is kept beside `.grad`, so
-`zero_grad` discards all that is pending.
+mean, or both added up. The mean over ranks of any of these is right: with a mean of 3 on both of
+two ranks and local gradients of 1 and 5 since, it is (4 + 8) / 2 = 6 = 3 + (1 + 5) / 2. So
+accumulating first and reducing once gives the same as reducing every micro-batch. Nothing is kept
+beside `.grad`, so `zero_grad` discards all that is pending.
 
 After an exception in a backward some buckets are launched and others not. `abandon` ends that round
 for all ranks: what was not launched is sent as NaN (a gradient that lacks a rank's part must not
-pass for a mean), and this rank drops its gradients.
+pass for a mean), and this rank drops its gradients. Other ranks get the NaN, and no error.
 
 Paper: Li et al. 2020 (see `ddp.py`), sections 3.2 and 4.2. PyTorch counterpart: the `Reducer`
 in C++ behind `DistributedDataParallel`. It finds unused parameters by a walk over the graph and one
 more all-reduce, refuses to go on after an interrupted backward, and reorders buckets after the
-first step; here parameters that are used in about the order in which they are registered overlap
-best. Left out: sparse gradients, communication hooks, and two replicas in one backward that also
-disagree on what is unused (give each a process group of its own).
+first step; here overlap is best when parameters are used in roughly their order of registration.
+Left out: sparse gradients, communication hooks, and two replicas in one backward that also disagree
+on what is unused (give each a process group of its own).
 """
 
 import logging
@@ -89,7 +89,7 @@ class Reducer:
         if gradient is not None and gradient.stride() == strides:
             # With create_graph=True gradients have a history and cannot be written to.
             return gradient.detach() if gradient.requires_grad else gradient
-        # Expanded, transposed.
+        # The gradient is absent, or an expanded or transposed view.
         return torch.empty_strided(
             parameter.shape, strides, dtype=parameter.dtype, device=parameter.device
         )
@@ -133,8 +133,24 @@ class Reducer:
         return True
 
     @torch._disable_dynamo
-    def finish(self) -> None:
-        """Return when every `.grad` is the mean over the group; without news send nothing."""
+    def finish(self, *, was_interrupted: bool = False) -> None:
+        """Return when every `.grad` is the mean over the group; without news send nothing.
+
+        Raises:
+            RuntimeError: inside `no_sync`, or after an interrupted backward.
+        """
+        if not self.is_sending:
+            raise RuntimeError(
+                "finish_gradient_synchronization was called inside no_sync, where nothing is sent; "
+                "call it after the last micro-batch, whose forward and backward are outside"
+            )
+        if self.is_in_backward or was_interrupted:
+            self.abandon()
+            raise RuntimeError(
+                f"rank {comm.rank(self.group)}: the backward before this call was interrupted by "
+                "an exception; its gradients are dropped here, and NaN on ranks where it was not; "
+                "run the step again on all of them"
+            )
         if not self.has_news:
             return
         try:
@@ -151,8 +167,8 @@ class Reducer:
         """End an interrupted round: complete all collectives, drop this rank's gradients."""
         logger.warning("a backward was interrupted: its gradients are dropped on this rank")
         try:
-            while self._has_next():
-                for index in self.buckets[len(self._handles)]:
+            for bucket in self.buckets[len(self._handles) :]:
+                for index in bucket:
                     self.staged.setdefault(index, self.place(index)).fill_(float("nan"))
                 self._launch_next()
             for handle in self._handles:
@@ -188,11 +204,11 @@ class Reducer:
             return
         if not self.is_in_backward:
             self.is_in_backward = True
-            # Runs when this backward has succeeded; an interrupted one leaves the flag up.
+            # Runs when this backward has succeeded.
             torch.autograd.Variable._execution_engine.queue_callback(self._on_backward_end)
         self._stage(index)
         self._num_missing[self._bucket_of[index]] -= 1
-        while self._has_next() and self._num_missing[len(self._handles)] == 0:
+        while self._num_missing[len(self._handles)] == 0:
             self._launch_next()
 
     @torch._disable_dynamo
@@ -209,9 +225,9 @@ class Reducer:
         self.is_armed = False
         self.staged: dict[int, torch.Tensor] = {}  # where gradients of this round are sent from
         self._absent: list[int] = []
-        self._num_missing = [len(bucket) for bucket in self.buckets]
+        self._num_missing = [*map(len, self.buckets), -1]  # the last ends the search
         self._handles: list[comm.Handle] = []  # of the buckets launched, always the first ones
-        self.is_in_backward = False  # outside of a backward: one was interrupted
+        self.is_in_backward = False  # a backward that is interrupted leaves it set
 
     def _stage(self, index: int) -> None:
         parameter = self.parameters[index]
@@ -228,13 +244,11 @@ class Reducer:
             return
         if gradient.requires_grad:  # create_graph=True: the history is not sent
             gradient = gradient.detach()
-        # 0.0 + gradient/W in one pass: what is present is never -0.0.
+        # In one pass, in which an underflow gives -0.0. Added once more, 0.0 makes that 0.0.
         torch.add(_ZERO, gradient, alpha=self._scale, out=place)
+        place.as_strided((min(1, place.numel()),), (1,)).add_(_ZERO)
         if gradient is not place:
             parameter.grad = place
-
-    def _has_next(self) -> bool:
-        return len(self._handles) < len(self.buckets)
 
     def _launch_next(self) -> None:
         buffer = self.buffer(len(self._handles))
@@ -242,8 +256,8 @@ class Reducer:
         self._handles.append(comm.all_reduce_sum(buffer, self.group))
 
     def _launch_rest(self) -> None:
-        while self._has_next():
-            for index in self.buckets[len(self._handles)]:
+        for bucket in self.buckets[len(self._handles) :]:
+            for index in bucket:
                 if index not in self.staged:
                     self._stage(index)
             self._launch_next()

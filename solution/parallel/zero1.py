@@ -29,8 +29,8 @@ Invariants.
 - Parameters are unsharded, so each update is the unsharded optimizer's, bit for bit, also where it
   depends on a whole tensor (Muon, Adafactor). One that depends on several (LBFGS) is refused.
 - Pieces begin where allocations of their own could (64 bytes), so kernels compute the same bits. A
-  parameter that has got other memory since (`model.to`, `assign=True`), or that begins to train, is
-  found by its address, and slabs are laid out anew with the values found.
+  parameter that has got other memory since (`model.to`), or that begins to train, is found by its
+  address, and slabs are laid out anew with the values found.
 
 Cost. Per step and rank one copy of the parameters that train, in W messages for each dtype. State
 is 1/W of the unsharded one's, within one parameter; beside it one slab, while it is laid out.
@@ -97,6 +97,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._ownership.deal(self.param_groups)
             own = [self._ownership.own_part(group) for group in self.param_groups]
             self._local = optimizer_cls(own, **kwargs)
+            self._local_step = _step_inside(type(self).step, self._local)
             self.defaults, self.state = self._local.defaults, self._local.state
             self._take_options()
             return _described(self.param_groups)
@@ -139,10 +140,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Options that it changes act in this step.
         """
         self._hand_in_options()
-        if closure is None:
-            loss = self._local.step(**kwargs)
-        else:
-            loss = self._local.step(partial(self._evaluated, closure), **kwargs)
+        arguments = () if closure is None else (partial(self._evaluated, closure),)
+        loss = self._local_step(*arguments, **kwargs)
         self._take_options()
         self._ownership.exchange()
         return loss
@@ -252,6 +251,14 @@ def _require_divisible(optimizer_cls: type[torch.optim.Optimizer]) -> None:
             "expected an optimizer that updates each parameter by itself, got LBFGS, whose steps "
             "depend on all gradients at once; use it unsharded"
         )
+
+
+def _step_inside(outer: Any, optimizer: Any) -> Callable[..., Any]:
+    """Return `optimizer.step` without the annotation and the global hooks that `outer` has too."""
+    step = optimizer.step
+    has_hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    is_alike = getattr(step, "__code__", None) is outer.__code__  # of PyTorch's wrapper
+    return partial(step.__wrapped__, optimizer) if is_alike and not has_hooks else step
 
 
 def _copied(value: Any) -> Any:

@@ -37,9 +37,10 @@ def fully_shard(
         ignored_params: at level `production`, parameters that stay plain; see `ignored`.
 
     Returns:
-        Anything. `module` gains `unshard`, `reshard`, `set_requires_gradient_sync`,
-        `set_reshard_after_backward` and `set_modules_to_{forward,backward}_prefetch`. A method that
-        is absent is not judged.
+        Anything. `module` gains `unshard`, `reshard`, and PyTorch's setters
+        `set_reshard_after_{forward,backward}`, `set_modules_to_{forward,backward}_prefetch`,
+        `set_requires_{gradient_sync,all_reduce}`, `set_is_last_backward`, `set_unshard_in_backward`
+        and `set_gradient_divide_factor`. A method that is absent is not judged.
 
     Level `course`:
         plain-bits: A forward gives the bits of the plain model.
@@ -81,7 +82,7 @@ def fully_shard(
         lists: A list of modules is one unit.
         slices: A slice of a sharded container is an object of the container's own class.
         async-unshard: `unshard(async_op=True).wait()` unshards; an earlier `reshard` drops it.
-        setters: The setters in `spec_tests/chapters/fsdp/test_settings.py` act as PyTorch's.
+        setters: The setters act as those of PyTorch's `FSDPModule`.
         unequal-ranks: Where ranks differ in modules or policy, all ranks raise.
         unequal-replicas: Where ranks of a mesh of two dims differ, even in one row, all raise.
         earlier-hooks: Forward hooks and pre-hooks from before sharding see full weights.
@@ -102,10 +103,10 @@ def fully_shard(
         recomputed-unit: With activation checkpointing a unit is reduced and freed as without it.
         compile: `torch.compile` of a unit changes no value, before and after it is sharded.
         compile-model: `torch.compile` of the sharded model changes no value.
-        added-later: A parameter that is added after sharding gets the mean gradient.
+        added-later: A parameter that is added or replaced after sharding gets the mean gradient.
 
     May be refused:
-        added-later: A parameter that is added after sharding, by the next training forward.
+        added-later: A parameter that is added or replaced later, by the next training forward.
         two-dims: A mesh of two dims.
         hints: A prefetch hint.
         mixed-dtypes: Parameters of unequal dtypes.
@@ -135,7 +136,7 @@ def MixedPrecisionPolicy(
     """Return what `fully_shard` takes as `mp_policy`, with PyTorch's meaning and defaults.
 
     Args:
-        param_dtype: full weights are gathered in it and computed with in it.
+        param_dtype: full weights are gathered in this dtype, and forwards compute with them in it.
         reduce_dtype: gradients are reduced in it; None means `param_dtype`.
         output_dtype: floating-point outputs are cast to it.
         cast_forward_inputs: whether floating-point inputs are cast to `param_dtype`.
@@ -208,10 +209,10 @@ def fsdp(module: nn.Module, *, compute_dtype: torch.dtype | None = None) -> nn.M
         tables: With `compute_dtype` an Embedding is gathered in it and its rows come in it.
         subclasses: Subclasses of Linear and Embedding are sharded.
         thawed-rest: A parameter of no Linear or Embedding may be thawed later.
-        added-later: A parameter that is added after wrapping gets the mean gradient.
+        added-later: A parameter that is added or replaced after wrapping gets the mean gradient.
 
     May be refused:
-        added-later: A parameter that is added after wrapping, by the next training forward.
+        added-later: A parameter that is added or replaced later, by the next training forward.
         any-rows: A weight whose number of rows is no multiple of the number of ranks.
         tied: A weight that layers share.
         reused: A layer that is called twice.

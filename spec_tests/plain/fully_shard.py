@@ -138,9 +138,9 @@ class PlainFsdp(Unit):
         return args, kwargs
 
     def require_no_others(self) -> None:
-        known = {place for piece in self.pieces for place in piece.places}
+        known = {id(form) for piece in self.pieces for form in (piece.parameter, piece.full)}
         for parameter, places in self.managed().items():
-            is_ours = isinstance(parameter, DTensor) or not known.isdisjoint(places)
+            is_ours = isinstance(parameter, DTensor) or id(parameter) in known
             if parameter.requires_grad and not is_ours:
                 raise RuntimeError(f"{places[0][1]} was added after sharding")
 

@@ -26,11 +26,8 @@ about two units' values, and two units' gradients. The order of units and the si
 decide how much of it overlaps.
 
 PyTorch counterpart: `torch.distributed.fsdp.fully_shard`, with the same names, defaults, layout of
-messages and bits. Where it differs: a copy of the weights is never used after an update;
-`zero_grad` discards unreduced gradients; parameters are the shards whenever no module computes;
-forwards prefetch on a CPU as well; parameters that are added later are refused; after an exception
-nothing needs to be reset. What is left out is refused by name; `solution/README.md` lists all
-differences. `fsdp` has no counterpart.
+messages and bits. `solution/README.md` lists all differences; what is left out is refused by name.
+`fsdp` has no counterpart.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -41,14 +38,10 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
-from torch.distributed._composable.contract import (  # noqa: TID251  # the register of such APIs, and none of them
-    REGISTRY_KEY,
-    RegistryItem,
-)
+from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem  # noqa: TID251  # the register of such APIs, and none of them
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from solution import comm
 from solution.parallel.agreement import on_all_ranks
 from solution.parallel.fsdp import options
 from solution.parallel.fsdp.module import FSDPModule
@@ -103,8 +96,8 @@ def fully_shard(
 
     Raises:
         ValueError: a container without a forward, a module that is sharded already, a parameter
-            that cannot be cut or is tied to another unit, a mesh without this rank, or ranks that
-            disagree on the module. On all ranks, also if only one of them is wrong.
+            that cannot be cut or is tied to another unit, or ranks that disagree on the module: on
+            all ranks, also if only one is wrong. A bad mesh, or one without this rank: there alone.
         NotImplementedError: parameters that are not contiguous, or DTensors, or an option that is
             not offered.
     """
@@ -229,16 +222,15 @@ def _move(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
 
 
 class FullySharded(nn.Module):
-    """A sharded model with the interface of the data-parallel wrappers."""
+    """A sharded model, an `FSDPModule`, with the interface of the data-parallel wrappers."""
 
-    module: nn.Module
-
-    def __init__(self, module: nn.Module, *, process_group: comm.Group = None) -> None:
+    def __init__(self, module: Any) -> None:
         super().__init__()
         self.module = module
-        self.process_group = process_group
         replicated = [p for p in module.named_parameters() if not isinstance(p[1], DTensor)]
-        self._reducer = Reducer(replicated, process_group)
+        self._reducer = Reducer(replicated, None)
+        unit, hooked = module._fsdp_unit, (p for _, p in replicated)
+        unit.inventory = Inventory(partial(_parts_of, unit.modules), hooked)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the model's outputs."""
@@ -248,13 +240,20 @@ class FullySharded(nn.Module):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """A context around forward and backward of a micro-batch: gradients stay local."""
-        assert isinstance(self.module, FSDPModule)
         with self._reducer.no_sync(), self.module.no_sync():
             yield
 
     def finish_gradient_synchronization(self) -> None:
-        """Wait for the means of replicated gradients; those of shards are in place already."""
-        self._reducer.finish()
+        """Wait for the means of replicated gradients; those of shards are in place already.
+
+        Raises:
+            RuntimeError: as in `ddp`. Gradients of shards are dropped as well.
+        """
+        was_interrupted = self.module._fsdp_schedule.was_interrupted
+        if was_interrupted:
+            self.module.reset_iter_state()
+            self.zero_grad()
+        self._reducer.finish(was_interrupted=was_interrupted)
 
 
 def fsdp(module: nn.Module, *, compute_dtype: torch.dtype | None = None) -> FullySharded:

@@ -109,8 +109,8 @@ class _Memory:
         self.is_taken = False
 
 
-# A gradient that is not there. Added to another value it is nothing; a sum of it alone is it again.
-# Of a gradient that is there, the first number in each rank's piece is never -0.0.
+# What is sent for an absent gradient. x + -0.0 is x for every x, so a sum is -0.0 only where all
+# ranks sent -0.0. Of a present gradient the first number in each rank's piece is never -0.0.
 ABSENT = -0.0
 
 
@@ -161,7 +161,7 @@ class Message:
         copy([(places, rows) for rows, places in pairs])
 
     def mark(self, tensors: Sequence[torch.Tensor | None]) -> None:
-        """Make the places of what is not there `ABSENT`, and no place of what is there."""
+        """Fill places of absent gradients with `ABSENT`; make all others differ from it."""
         if self._first is None:
             self._first = self._first_numbers()
         columns, zeros = self._first
@@ -171,7 +171,7 @@ class Message:
                 place.fill_(ABSENT)
 
     def keep_marks(self, total: torch.Tensor, mean: torch.Tensor) -> None:
-        """Undo it where the division of this rank's row of a sum made what is there `ABSENT`."""
+        """Let first numbers of `mean`, the divided `total`, be -0.0 only where `total`'s are."""
         assert self._first is not None
         columns, _ = self._first
         first = total.index_select(0, columns)

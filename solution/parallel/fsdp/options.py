@@ -31,8 +31,7 @@ from solution import comm
 class MixedPrecisionPolicy:
     """The dtypes of one `fully_shard` call; None leaves a dtype unchanged.
 
-    A layer that is sharded with its own policy ignores that of the model around it. Buffers are
-    never cast. Raises ValueError for what is no floating-point `torch.dtype`.
+    A layer's own policy comes before that of the model around it. Buffers are never cast.
 
     Raises:
         ValueError: a dtype that is no floating-point `torch.dtype`.

@@ -29,9 +29,7 @@ the user replaced or zeroed the placeholder, the gradient counts as cleared and 
 version shows that it was written to. An optimizer with `foreach` or `fused` moves no version when
 it zeroes DTensors, but it calls `requires_grad_(False)` on each of them, as every `zero_grad` does.
 
-PyTorch counterpart: `FSDPParam`. There the unsharded tensor stays registered after a forward that
-keeps it, so an optimizer built then trains nothing; and `zero_grad` does not discard what is
-unreduced.
+PyTorch counterpart: `FSDPParam`, which keeps the unsharded tensor registered after a forward.
 """
 
 import weakref
@@ -281,7 +279,7 @@ class ShardedParameter:
 
 
 class _Placeholder:
-    """A gradient that is watched: whether it was written to, or a `zero_grad` has been at it."""
+    """Watches a gradient for `zero_grad`, as the module's docstring says."""
 
     def __init__(self, gradient: torch.Tensor) -> None:
         self.gradient = gradient

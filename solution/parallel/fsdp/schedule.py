@@ -74,7 +74,7 @@ class Schedule:
         self._order: list[Unit] = []  # in which forwards began, in this pass
         self._previous_order: list[Unit] = []  # in the pass before
         self._prefetched: list[Unit] = []
-        # From a backward's first unit to its end. Dead: the backward was interrupted.
+        # From a backward's first unit to its end; see `_queue_end`.
         self._queued_end: weakref.ref[Any] | None = None
         for unit in units:
             self._take_over(unit)
@@ -205,7 +205,7 @@ class Schedule:
 
     @torch._disable_dynamo
     def _pre_backward(self, unit: Unit, previous: Unit | None, *_: torch.Tensor) -> None:
-        if self._queued_end is not None and self._queued_end() is None:
+        if self.was_interrupted:
             self.recover()
         if self._queued_end is None:
             self._finish_reductions()  # of a backward that was not the last
@@ -244,8 +244,14 @@ class Schedule:
             for reduction in self._reductions.pop(0):
                 reduction.finish()
 
+    @property
+    def was_interrupted(self) -> bool:
+        """Whether a backward has raised, and `recover` was not called since."""
+        return self._queued_end is not None and self._queued_end() is None
+
     def _queue_end(self) -> None:
-        # Runs when this backward has succeeded, and lives as long as this backward does.
+        # Autograd alone holds `end`: it calls it if this backward succeeds, and frees it anyway. So
+        # the reference is dead after an interrupted backward.
         end = partial(self._end_of_backward)
         self._queued_end = weakref.ref(end, self._backward_is_over)
         torch.autograd.Variable._execution_engine.queue_callback(end)

@@ -21,18 +21,17 @@ parameters nor a version counter has moved (foreach updates move none). Both are
 ranks, so all of them gather again, or none. After changes that neither shows, `torch._foreach_*` or
 `.data` outside of an optimizer, call `reshard()`.
 
-PyTorch counterpart: `FSDPParamGroup` and `foreach_reduce`. There a copy that outlives its backward
-is used again even if the shards have changed.
+PyTorch counterpart: `FSDPParamGroup` and `foreach_reduce`.
 """
 
 from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -48,15 +47,9 @@ from solution.parallel.fsdp.message import (
     layout_of,
     outside_of_autograd,
 )
-from solution.parallel.fsdp.options import (
-    MixedPrecisionPolicy,
-    ShardingMesh,
-    refuse_extensions,
-)
+from solution.parallel.fsdp.options import MixedPrecisionPolicy, ShardingMesh, refuse_extensions
 from solution.parallel.fsdp.param import ShardedParameter
 from solution.parallel.inventory import Inventory
-
-K = TypeVar("K", bound=Hashable)
 
 
 class UnitState(Enum):
@@ -317,15 +310,11 @@ class Reduction:
                 self._hand_over(*each)
 
     def _hand_over(
-        self,
-        parameter: ShardedParameter,
-        rows: torch.Tensor,
-        is_cleared: bool,
-        nobody_has_one: bool,
+        self, parameter: ShardedParameter, rows: torch.Tensor, is_cleared: bool, is_absent: bool
     ) -> None:
         if is_cleared:
             parameter.drop()
-        elif nobody_has_one:
+        elif is_absent:
             parameter.forget()
         elif self._is_partial:
             parameter.keep(rows)
@@ -355,9 +344,9 @@ def _divisors(
 
 
 def _grouped(
-    parameters: Iterable[ShardedParameter], key: Callable[[ShardedParameter], K]
-) -> list[tuple[K, list[ShardedParameter]]]:
-    groups: dict[K, list[ShardedParameter]] = {}
+    parameters: Iterable[ShardedParameter], key: Callable[[ShardedParameter], Any]
+) -> list[tuple[Any, list[ShardedParameter]]]:
+    groups: dict[Any, list[ShardedParameter]] = {}
     for parameter in parameters:
         groups.setdefault(key(parameter), []).append(parameter)
     return list(groups.items())

@@ -20,6 +20,7 @@ from spec_tests.programs.laws import equivalence, refusal
 from spec_tests.rig import judge, strategies
 from spec_tests.rig.clause import clauses, rows
 from spec_tests.rig.judge.symptoms import Hint
+from spec_tests.rig.toys import with_smallest_gradient
 
 clause = clauses(judges=DDP, level="correct", worlds=(2, 3))
 holds = rows(clause, same_as_alone)
@@ -242,7 +243,7 @@ test_unused_somewhere = holds(
 )
 
 
-def nothing_used(ctx, subject):
+def nothing_used(ctx, subject, case):
     """Two steps in which the last rank's loss touches no parameter at all."""
     replica = Replica(ctx, subject, "mlp")
     for micro in "01":
@@ -250,6 +251,8 @@ def nothing_used(ctx, subject):
         loss = replica.loss(micro)
         if ctx.rank == ctx.world_size - 1:
             loss = torch.zeros((), requires_grad=True)
+        elif case == "underflow-to-negative-zero":
+            loss = 0 * loss + sum(0 * with_smallest_gradient(p).sum() for _, p in replica.named())
         loss.backward()
         replica.finish_backward()
     return {name: p.grad for name, p in replica.named()}
@@ -260,17 +263,21 @@ def nothing_used(ctx, subject):
     source="contract: no-hang, unused-somewhere",
     worlds=(2,),
 )
-def test_a_rank_whose_loss_touches_nothing_hangs_nobody(world, subject):
+@pytest.mark.parametrize("case", ["usual", "underflow-to-negative-zero"])
+def test_a_rank_whose_loss_touches_nothing_hangs_nobody(world, subject, case):
     """Where a rank's loss touches no parameter, the others MUST NOT hang: mean or error.
 
-    A batch without valid targets, a sample that is skipped: no hook fires on that rank.
+    A batch without valid targets, a sample that is skipped: no hook fires on that rank. A mean of
+    -0.0 is a gradient: an optimizer with weight decay acts on it, on all ranks or on none.
     """
     ordinary = (follow, subject, ORDINARY)
-    ranks = refusal.answer_or_refusal(world, nothing_used, subject, ordinary=ordinary)
+    ranks = refusal.answer_or_refusal(world, nothing_used, subject, case, ordinary=ordinary)
 
     if ranks is not None:
         others = range(world.size - 1)
         expected = equivalence.full_batch_gradients("mlp", SEED, ranks=others, micros=(1,))
+        if case != "usual":
+            expected = {name: torch.zeros_like(mean) for name, mean in expected.items()}
         judge.tensors(
             ranks, expected, quantity="mean gradient", given="the last rank uses no parameter"
         )

@@ -166,11 +166,11 @@ def added_later(ctx, subject, addition):
 @clause(
     "ddp.lifecycle.parameters-added-later",
     level="production",
-    source="contract: added-later; LoRA, added after wrapping",
+    source="contract: added-later; LoRA, added after wrapping; load_state_dict(assign=True)",
 )
 @pytest.mark.parametrize("addition", additions.ADDITIONS)
 def test_what_is_added_to_a_wrapped_module_is_averaged_or_refused(world, subject, addition):
-    """Parameters that are added after wrapping MUST get the mean gradient, or be an error."""
+    """Parameters that are added or replaced later MUST get the mean gradient, or be an error."""
     additions.get_the_mean(world, added_later, subject, addition)
 
 

@@ -18,6 +18,7 @@ from torch import nn
 from spec_tests.chapters.fsdp import sharded
 from spec_tests.programs.law import same_as_alone
 from spec_tests.rig.clause import clauses, rows
+from spec_tests.rig.toys import with_smallest_gradient
 
 clause = clauses(judges=sharded.FULLY_SHARD, level="correct", worlds=(2, 3))
 holds = rows(clause, same_as_alone)
@@ -215,13 +216,6 @@ class Branches(nn.Module):
             else:
                 x = layer(x)
         return 1 * x
-
-
-def with_smallest_gradient(parameter: torch.Tensor) -> torch.Tensor:
-    """Return a copy whose gradient is the negative number that is closest to zero."""
-    copied = 1.0 * parameter
-    copied.register_hook(lambda g: torch.nextafter(torch.zeros_like(g), -torch.ones_like(g)))
-    return copied
 
 
 def used_by(rank: int, case: str) -> tuple[str, ...]:

@@ -358,9 +358,9 @@ def added_later(ctx, subject, addition):
 @clause(
     "fsdp.refusals.parameters-added-later",
     judges=sharded.BOTH,
-    source="contract: added-later; LoRA, added after fully_shard",
+    source="contract: added-later; LoRA, added after fully_shard; load_state_dict(assign=True)",
 )
 @pytest.mark.parametrize("addition", additions.ADDITIONS)
 def test_what_is_added_to_a_sharded_module_is_averaged_or_refused(world, subject, addition):
-    """Parameters that are added after sharding MUST get the mean gradient, or be an error."""
+    """Parameters that are added or replaced later MUST get the mean gradient, or be an error."""
     additions.get_the_mean(world, added_later, subject, addition)

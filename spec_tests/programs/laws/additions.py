@@ -60,10 +60,16 @@ def _replace_layer(model: Layer) -> None:
     model.linear = nn.Linear(4, 4)  # as many parameters as before, of the same shapes
 
 
+def _replace_parameter(model: Layer) -> None:
+    layer: Any = model.linear
+    layer.weight = nn.Parameter(torch.empty(4, 4))  # as `load_state_dict(assign=True)` does
+
+
 ADDITIONS: dict[str, Callable[[Layer], None]] = {
     "parameter": _add_parameter,
     "layer": _add_layer,
     "replacement": _replace_layer,
+    "replaced-parameter": _replace_parameter,
 }
 """What is added to a model."""
 

@@ -94,8 +94,7 @@ def silent(logs: Sequence[Log], *, when: str) -> None:
     for rank, log in enumerate(logs):
         sent = log.collectives()
         judge.holds(
-            not sent,
-            f"rank {rank}: expected no collective {when}, got {len(sent)}: {_list(sent)}",
+            not sent, f"rank {rank}: expected no collective {when}, got {len(sent)}: {_list(sent)}"
         )
         judge.holds(
             log.issued == 0,

@@ -32,11 +32,7 @@ from unittest import mock
 from spec_tests.impls import parse
 from spec_tests.rig.ranks.rank import Context
 from spec_tests.rig.ranks.world import Worlds
-from spec_tests.rig.ranks.zygote import (
-    RANK_ENVIRONMENT,
-    forget_triton,
-    share_zygote,
-)
+from spec_tests.rig.ranks.zygote import RANK_ENVIRONMENT, forget_triton, share_zygote
 
 ROOT = Path(__file__).resolve().parents[3]
 HAS_PROC = Path("/proc/self/environ").exists()
@@ -144,9 +140,7 @@ def start(
     settings = {**RANK_ENVIRONMENT, "PYTHONPATH": str(ROOT), **(environment or {})}
     words = [str(argument) for argument in arguments]
     process = get_context("forkserver").Process(
-        target=_run,
-        args=(module, words, str(folder), settings, name),
-        daemon=True,
+        target=_run, args=(module, words, str(folder), settings, name), daemon=True
     )
     with mock.patch.dict(sys.modules, {"__main__": ModuleType("__main__")}):  # not pytest's again
         process.start()

@@ -1,5 +1,6 @@
 """`python -m solution.train_fsdp`; promises of the sharding's docstrings."""
 
+import copy
 import gc
 import weakref
 from typing import Any
@@ -8,6 +9,8 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import Replicate, distribute_tensor
+from torch.nn.utils import prune
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from spec_tests.tests.reference import training
 from spec_tests.tests.reference.launch import on_ranks, run_ranks, solution
@@ -94,6 +97,52 @@ def test_full_parameters_are_copies(ctx):
         for parameter in whole.parameters():
             parameter.add_(1)
     assert all(torch.equal(before[name], kept[name]) for name in kept)
+
+
+def interrupt(*_: Any) -> None:
+    """Raise, as a hook of a backward."""
+    raise KeyError("planted")
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp"])
+def test_finishing_and_replacing_are_refused_alike_and_hooked_parameters_may_move(ctx, wrapper):
+    model: Any = nn.Sequential(
+        *(layer for _ in "ab" for layer in (nn.Linear(2, 2), nn.LayerNorm(2)))
+    )
+    wrapped, x = getattr(ctx.impl, wrapper)(model), torch.arange(2.0) + ctx.rank
+    finish = wrapped.finish_gradient_synchronization
+    with wrapped.no_sync(), pytest.raises(RuntimeError, match="inside no_sync"):
+        finish()
+    planted = model[1].bias.register_hook(interrupt)
+    with pytest.raises(KeyError):
+        wrapped(x).sum().backward()
+    with pytest.raises(RuntimeError, match="interrupted"):
+        finish()
+    assert not [p for p in model.parameters() if p.grad is not None]
+
+    planted.remove()
+    prune.identity(model[1], "weight")  # it becomes `weight_orig`
+    wrapped(x).sum().backward()
+    finish()
+    mean = model[1].weight_orig.grad
+    first, second = solution("comm").gather_objects(mean.tolist(), None)
+    assert first == second
+    model[3].load_state_dict(copy.deepcopy(model[3].state_dict()), assign=True)
+    with pytest.raises(
+        RuntimeError, match=r"'3\.weight', '3\.bias' of .*came after it was wrapped"
+    ):
+        wrapped(x)
+
+
+@on_ranks(1)
+def test_a_sharded_step_is_one_for_hooks_of_all_optimizers(ctx):
+    seen: list[str] = []
+    optimizer = ctx.impl.sharded_optimizer(nn.Linear(2, 2).parameters(), torch.optim.SGD, lr=1.0)
+    hook = register_optimizer_step_post_hook(lambda one, *_: seen.append(type(one).__name__))
+    optimizer.step()
+    hook.remove()
+    assert seen == ["ShardedOptimizer"]
 
 
 class Table(nn.Module):
