@@ -108,12 +108,16 @@ def test_an_exception_inside_no_sync_does_not_leave_it_on(world, subject):
 
 @clause(
     "ddp.no-sync.nests",
-    source=f"contract: nests; {NO_SYNC}; picotron restores a constant, not the previous value",
+    source=f"contract: nests, restores; {NO_SYNC}; picotron restores a constant",
     worlds=(3,),
 )
 def test_an_inner_window_does_not_end_the_outer_one(world, subject):
-    """Leaving a nested `no_sync` MUST restore the outer one, which still sends nothing."""
-    same_as_alone(world, subject, "mlp: nested 0 1, backward 2", looks=("silent",), values=False)
+    """Leaving a nested `no_sync` MUST restore the outer one, which still sends nothing.
+
+    So MUST an exception that is raised in the inner one and caught in the outer one.
+    """
+    line = "mlp: nested 0 1, nested 3 4, backward 2"
+    same_as_alone(world, subject, line, looks=("silent",), values=False)
 
 
 @clause(
