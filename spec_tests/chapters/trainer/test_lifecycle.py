@@ -165,7 +165,7 @@ def test_two_trainers_do_not_disturb_each_other(world, subject, order, second):
     {
         "forward": "mlp of-two: train 1, fails 9 last, train 2, train 3",
         "backward": "mlp of-two: train 1, fails_backward 9 last, train 2, train 3",
-        "evaluation": "mlp of-two: train 1, fails_evaluating 50, train 2, train 3",
+        "evaluation": "normalised of-two: train 1, fails_evaluating 50, train 2, train 3",
     }
 )
 def test_after_an_exception_the_next_step_is_right(world, subject, situation):
