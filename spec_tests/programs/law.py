@@ -24,7 +24,7 @@ from spec_tests.programs.faults import FAULTS, RIGHT
 from spec_tests.programs.laws import refusal
 from spec_tests.programs.pieces import put_together
 from spec_tests.programs.scene import AXES, AXIS_OF, OPTIMIZER, REPLICAS, SHARDS, TRAINERS, Scene
-from spec_tests.programs.stepped import ADDED, Deaf, Divided, Stepped
+from spec_tests.programs.stepped import ADDED, WRONG, Divided, Stepped
 from spec_tests.programs.ways import WAYS
 from spec_tests.programs.words import MEANS, SETTINGS
 from spec_tests.rig import judge
@@ -39,7 +39,6 @@ LOOKS = ("sent", "afterwards", "form")
 """The observers, see `look`."""
 SENT = {"sent", "silent"}
 """Observers of what calls send: how much, which `production` bounds, or only whether they may."""
-DEAF = "a change of `param_groups` is not followed: the inner optimizer has its own options"
 RATIOS = ("summed", "divided-twice")
 """Faults that are known by the ratio of what is seen to what is right."""
 EXACT = ("sgd", "momentum", "counts-steps", "counts-later")
@@ -276,8 +275,11 @@ def judge_updates(
     __tracebackhide__ = True
     scene, program = read(situation)
     alone = once(("stepped", situation), lambda: Stepped(scene).follow(program))
-    deaf = partial(once, ("deaf", situation), lambda: Deaf(scene).follow(program))
-    wrong = {DEAF: deaf, **(wrong or {})}
+    ways = {
+        means: partial(once, (means, situation), lambda kind=kind: kind(scene).follow(program))
+        for means, kind in WRONG.items()
+    }
+    wrong = ways | dict(wrong or {})
     never = once(("never", situation), lambda: Stepped(scene).weights())
     before = never
 

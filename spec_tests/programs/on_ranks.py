@@ -245,8 +245,10 @@ class OnRank(Machine):
 
     def nested(self, one: str, other: str) -> None:
         with self.quietly():
-            with self.quietly():
+            with contextlib.suppress(PlantedError), self.quietly():
                 self.loss(one).backward()
+                if int(one) % 2:
+                    raise PlantedError
             self.loss(other).backward()
 
     def leave(self) -> None:

@@ -131,6 +131,38 @@ class Deaf(Stepped):
         """Leave the weight decay as it is."""
 
 
+class Merging(Stepped):
+    """A wrong one: a load leaves state where the loaded dict has none."""
+
+    def load(self, how: str) -> Named:
+        before = dict(self.optimizer.state)
+        found = super().load(how)
+        for parameter, entry in before.items():
+            self.optimizer.state.setdefault(parameter, entry)
+        return found
+
+
+class Copying(Stepped):
+    """A wrong one: it steps from copies of the weights that it made after its last step."""
+
+    copies: list[torch.Tensor] | None = None
+
+    def update(self) -> Named:
+        for parameter, copied in zip(self.held, self.copies or self.held, strict=True):
+            parameter.data.copy_(copied)
+        found = super().update()
+        self.copies = [parameter.detach().clone() for parameter in self.held]
+        return found
+
+
+WRONG: dict[str, type[Stepped]] = {
+    "a change of `param_groups` is not followed: the inner optimizer has its own options": Deaf,
+    "a load keeps the state of what the loaded dict has no state for": Merging,
+    "it steps from its own copy of the weights: what was written to them since is lost": Copying,
+}
+"""Wrong ones by what they mean."""
+
+
 class Forgetful(Stepped):
     """A wrong one: a load brings the weights alone."""
 

@@ -72,7 +72,7 @@ MEANS = {
     "load HOW": "what was saved is loaded: copied, assigned, or one by one",
     "local": "the sums of this rank that wait for their reduction are looked at",
     "locally N": "forward and backward of a whole model, without a reduction",
-    "nested N M": "two backwards in `no_sync`, the first in an inner one",
+    "nested N M": "two backwards in `no_sync`, the first in an inner one, which an odd N raises in",
     "outermost_waits N": "a backward that reduces all units but the outermost one",
     "partly N": "a backward that reduces over the ranks that share one copy of the weights, alone",
     "pending": "the backward of the last `forward`",

@@ -91,10 +91,11 @@ test_no_sync_restores_after_exception = holds(
 test_no_sync_nests = holds(
     "ddp.no-sync.nests",
     "Leaving a nested `no_sync` MUST restore the outer one, which still sends nothing.",
-    "mlp: nested 0 1, backward 2",
+    # So MUST an exception that is raised in the inner one and caught in the outer one.
+    "mlp: nested 0 1, nested 3 4, backward 2",
     looks=("silent",),
     values=False,
-    source=f"contract: nests; {NO_SYNC}; picotron restores a constant, not the previous value",
+    source=f"contract: nests, restores; {NO_SYNC}; picotron restores a constant",
     worlds=(3,),
 )
 

@@ -165,7 +165,7 @@ test_after_an_exception = holds(
     {
         "forward": "mlp of-two: train 1, fails 9 last, train 2, train 3",
         "backward": "mlp of-two: train 1, fails_backward 9 last, train 2, train 3",
-        "evaluation": "mlp of-two: train 1, fails_evaluating 50, train 2, train 3",
+        "evaluation": "normalised of-two: train 1, fails_evaluating 50, train 2, train 3",
     },
     source="contract: after-exception; out of memory, caught, and the next batch",
 )
