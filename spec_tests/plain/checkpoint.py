@@ -10,7 +10,8 @@ Steps
        parameter name (a sharded optimizer has them on their owner alone).
     2. The first rank writes; all ranks learn whether it could, and raise together.
     3. Load: the first rank picks the highest step; all read it, check names and shapes before any
-       change, restore, the loader first: it may refuse. Generators are restored if the number of ranks is the same.
+       change, restore, the loader first: it may refuse. Generators are restored if the number of
+       ranks is the same.
 
 Use
     save_checkpoint("run", step=3, model=model, optimizer=optimizer)
