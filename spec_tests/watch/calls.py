@@ -14,7 +14,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from .guard import Current, observe, outwards, quiet, watching
-from .layout import is_dtensor, local_of
+from .layout import fingerprint, is_dtensor, local_of
 from .link import script_line, script_path
 from .window import KEPT, Window
 
@@ -221,15 +221,18 @@ def _weighed(
     is_loss = result.requires_grad and not result.dim() and reduction in ("mean", "sum")
     if not is_loss or target.is_floating_point():
         return
-    loss = _keep(probe, (target != ignore_index).sum(), reduction, result)
+    loss = _keep(probe, (target != ignore_index).sum(), reduction, result, target)
     node: Any = result.grad_fn
     node.metadata[_LOSS] = loss
     result.register_hook(functools.partial(_weigh, loss))
 
 
-def _keep(probe: Any, tokens: Tensor | None, of: str, value: Tensor) -> dict[str, Any]:
+def _keep(
+    probe: Any, tokens: Tensor | None, of: str, value: Tensor, target: Tensor | None
+) -> dict[str, Any]:
     """Keep a loss; what it weighs is known when its gradient arrives."""
-    loss = {"tokens": tokens, "weight": None, "of": of, "task": 0}
+    loss: dict[str, Any] = {"tokens": tokens, "weight": None, "of": of, "task": 0}
+    loss["target"] = None if target is None else fingerprint(target.detach(), is_mixed=True)
     # A mean by hand may be one of several losses; tokens are of one, on whatever line it is called.
     place = script_line()
     loss |= {"place": place, "path": place if tokens is not None else script_path()}
@@ -282,7 +285,7 @@ def _begun_with_mean(probe: Any, value: Tensor, node: Any, name: str) -> None:
             return
     elif node._saved_reduction != 1:
         return
-    loss = _keep(probe, None, of, value)
+    loss = _keep(probe, None, of, value, getattr(node, "_saved_target", None))
     loss["is_whole"] = True
     node.register_prehook(lambda gradients: _weigh(loss, gradients[0]))
 

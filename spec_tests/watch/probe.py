@@ -360,6 +360,7 @@ class Probe:
         event["feed"] = loading.fields(self.window.feed)
         event["unheld"] = self.window.unheld(self.names, self.optimizers.values(), watched.steps)
         event = plain(event)
+        watched.is_written = watched.last not in ([], event["before"])
         watched.last = event["before"]
         watched.factors = [self.factors.pop(id(p), 1) / event["scale"] for p in watched.parameters]
         event["replay"] = self.replay(watched)
@@ -405,7 +406,7 @@ class Probe:
         bad = watched.event["bad"]
         bad["after"] = watched.not_finite() if bad["grads"] else []
         link = self.connect()
-        link.send_collectives(unless_recent=watched.steps > 3)
+        link.send_collectives(unless_recent=watched.steps > 3 and not watched.is_written)
         link.send("step", **watched.event, after=after, moved=moved)
         self.compared.clear()
         if watched.steps == self.options["steps"]:

@@ -170,6 +170,7 @@ def gradients_equal(step: Step) -> Iterator[Finding]:
     micro_batches, likely = _reduced_ones(step, rank)
     if all(e["reduced"] == 0 and e["is_complete"] for e in step.events.values()):
         likely = "nothing was reduced in this step"
+        likely += "; right if ranks average their weights later" * (found[0][0] not in ddp)
     if lacks and not likely:
         likely = f"rank {lacks[0]} did not use the parameter"
     gone = [r for r in values if step.events[r]["joined"]]
@@ -283,13 +284,14 @@ def _are_reduced(step: Step, names: set[str]) -> bool:
 def replicas_equal(step: Step) -> Iterator[Finding]:
     """Replicated parameters MUST be equal on all ranks after an optimizer step."""
     found = list(unequal(step, "after"))
-    for each in step.run.apart.values():  # another optimizer may step with what is averaged
-        each["carried"] += min(event["carried"] for event in step.events.values())
-    if _are_averaged(step, step.run.apart.pop(step.optimizer, None)):
-        step.run.averaged.setdefault(step.optimizer, step.number)
-    if found and all(e["reduced"] == 0 and e["is_complete"] for e in step.events.values()):
-        after = [event["after"] for event in step.events.values()]
-        step.run.apart[step.optimizer] = {"after": after, "carried": 0}
+    # What ranks have apart, another optimizer may step next: one of the next round, an outer one.
+    same = repr([(entry["name"], entry["shape"]) for entry in step.layout(min(step.events))])
+    last = step.run.apart.pop(same, None)
+    if last is not None and _are_mixed(step, last):
+        at = f"step {step.number} at {step.place(min(step.events))}"
+        step.run.mixed = step.run.mixed or at
+    if found:
+        step.run.apart[same] = step
     loaded = {bool(event["loaded"]): rank for rank, event in reversed(step.events.items())}
     words = "rank {} loaded a state for its optimizer, rank {} did not"
     for name, rank, values in found[:1]:
@@ -303,13 +305,24 @@ def replicas_equal(step: Step) -> Iterator[Finding]:
         )
 
 
-def _are_averaged(step: Step, last: dict[str, Any] | None) -> bool:
-    """Return whether weights that ranks had apart were sent, and made equal to those of no rank."""
-    if last is None or any(unequal(step, "before")):
-        return False
-    whole = sum(math.prod(e["shape"]) for e in step.layout(min(step.events)))
-    are_new = all(event["before"] not in last["after"] for event in step.events.values())
-    return last["carried"] >= whole and are_new
+def _are_mixed(step: Step, last: Step) -> bool:
+    """Return whether ranks sent each other the weights that a step left apart, and changed them.
+
+    All ranks change theirs, to those of no rank; or all have those of the one that had the sum of
+    the gradients (`dist.reduce`) alone.
+    """
+    events = [(last.events[rank], event) for rank, event in step.events.items()]
+    values = zip(*(old["after"] for old, _ in events), strict=True)
+    apart = {at: [*of] for at, of in enumerate(values) if of != of[:1] * len(of)}
+    sizes = {at: math.prod(step.layout(min(step.events))[at]["shape"]) for at in apart}
+    is_sent = all(
+        step.run.ranks[rank].carried(last.events[rank]["t"], event["begun"]) >= sum(sizes.values())
+        for rank, event in step.events.items()
+    )
+    is_of_one = all(old["rooted"] for old, _ in events) and not any(unequal(step, "before"))
+    return is_sent and (
+        is_of_one or all(e["before"][at] not in of for _, e in events for at, of in apart.items())
+    )
 
 
 @step_norm("watch.replicas.unheld", source="Tarvainen and Valpola 2017, section 2")
