@@ -162,8 +162,8 @@ def buffers_equal(step: Step) -> Iterator[Finding]:
                     f"{len(wanted)} buffers)",
                     wrong[0],
                     place=ours["place"],
-                    likely="running statistics are each rank's own: broadcast them, or use "
-                    "SyncBatchNorm"
+                    likely="each rank updates it by its own batches, as running statistics: "
+                    "reduce or broadcast it (SyncBatchNorm, broadcast_buffers=True)"
                     if is_old
                     else "they begin unequal: each rank made its own, and nothing broadcast them",
                 )

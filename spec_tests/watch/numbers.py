@@ -266,8 +266,10 @@ def loss_weights(step: Step) -> Iterator[Finding]:
             f"each of {count} micro-batches weighs 1, so that the update is {count} times their "
         )
         words += "mean"
-        likely = f"the loss is not divided by {count}; right if the learning rate is meant for the "
-        likely += "sum"
+        likely = (
+            f"the loss is not divided by {count}; right if the gradients are, or if the learning "
+        )
+        likely += "rate is meant for the sum"
     else:
         words, likely = _divided_twice(step, weights)
     if words:

@@ -261,7 +261,7 @@ class Probe:
         rank = dist.get_rank() if dist.is_initialized() else 0
         path = Path(self.options["scratch"]) / f"optimizer{watched.number}-rank{rank}.pt"
         if not recordings:
-            return {"reason": "no forward was seen"}
+            return {"reason": "no forward was seen of a model whose parameters it holds"}
         return finish(recordings, watched, path)
 
     def _forget(self, watched: Watched) -> None:
@@ -280,7 +280,7 @@ class Probe:
         held = set().union(*(each.ids for each in self.optimizers.values()))
         built = {id(p) for each in self.built for g in each.param_groups for p in g["params"]}
         held |= built if steps < EARLY else set()
-        known = {key: k for key, k in self.names.known.items() if key not in held and k.name}
+        known = {key: k for key, k in self.names.known.items() if key not in held and k.owner()}
         named = [(key, k.name, k.parameter()) for key, k in known.items()]
         loose = [
             (key, name)

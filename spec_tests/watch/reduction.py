@@ -23,7 +23,7 @@ def holds_the_model(step: Step, rank: int, event: Event) -> Finding | None:
     everywhere = set.intersection(*({*each["loose"][0]} for each in step.events.values()))
     loose, stray, idle = event["loose"]
     loose = [name for name in loose if name in everywhere or stray]
-    if not loose:
+    if not loose or _are_copied(step, rank, event):
         return None
     text = "expected an optimizer to hold it, got none that does"
     text += f" ({len(loose)} such parameters have gradients)" if len(loose) > 1 else ""
@@ -38,6 +38,14 @@ def holds_the_model(step: Step, rank: int, event: Event) -> Finding | None:
     is_advice = not stray and any(g is not None for g in event["grads"])
     is_advice = is_advice or loose[0] in idle
     return step.finding(rank, text, loose[0], likely=likely, is_advice=is_advice)
+
+
+def _are_copied(step: Step, rank: int, event: Event) -> bool:
+    """Return whether an optimizer steps copies of the model's parameters, or a shard of them."""
+    sizes = {True: 0, False: 0}
+    for entry, grad in zip(step.layout(rank), event["grads"], strict=True):
+        sizes[entry["is_held"]] += 0 if grad is None else math.prod(entry["shape"])
+    return 0 < sizes[False] * step.run.world >= event["distinct"] - sizes[True]
 
 
 @rank_norm("watch.reduction.no-sync", source=_DDP)
@@ -221,6 +229,8 @@ def replicas_begin_equal(step: Step) -> Iterator[Finding]:
     names = {each[0] for each in found}
     added = _added(step, names)
     reduces = _are_reduced(step, names)
+    if not reduces and not any(e["is_held"] and e["name"] in names for e in step.layout(rank)):
+        return  # no module's, such as a shard that this rank updates
     is_meant = "; right if each rank is to train a model of its own" * step.is_alone
     ask = step.ask(_unwrapped(step, names) or _ALONE + is_meant)
     yield step.finding(

@@ -171,7 +171,9 @@ def as_many_steps(run: Run) -> Iterator[Finding]:
         likely = _lengths(run)
         likely = likely or "the ranks' loaders have different lengths, or a rank skips updates"
         if not taken[few]:
-            likely = "its loader is empty, or its optimizer is never stepped; right if it is to take "
+            likely = (
+                "its loader is empty, or its optimizer is never stepped; right if it is to take "
+            )
             likely += "no step, as an actor, or where another rank updates the weights of all"
         yield Finding(
             "",
