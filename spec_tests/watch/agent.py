@@ -249,7 +249,7 @@ class Agent:
         try:
             alive = [rank for rank in self.run.ranks.values() if rank.is_alive]
             if any(rank.is_done for rank in self.run.ranks.values()):
-                return traffic.all_wait(alive, now, _MISMATCH_SECONDS)  # for one that was ended
+                return traffic.all_wait(alive, now, self._options.patience)  # for what was ended
             self._look_for_hang(now)
             return self._is_blocked_by_a_mismatch(now)
         except Exception as error:  # the script goes on, and so does its judge

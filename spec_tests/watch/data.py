@@ -32,36 +32,31 @@ def batches_distinct(step: Step) -> Iterator[Finding]:
         roots = {forward["root"] for forward in step.events[rank]["forwards"]}
         are_tokens = any(dtype.startswith(("int", "uint")) for b in same[:1] for _, dtype, _ in b)
         is_one = len(roots) == 1 and are_tokens
-        has_own, differ = _have_own_targets(step, first, rank)
-        if same and (len(same) == len(ours) or is_one) and not has_own:
-            likely = "the loader does not know the rank: no DistributedSampler, no offset, one seed"
-            yield step.finding(
-                rank,
-                f"expected a batch of its own, got the inputs of rank {first} in {len(same)} of "
-                f"the step's {len(ours)} micro-batches",
-                place=step.events[rank]["forwards"][0]["place"],
-                likely=likely + "; right if targets are each rank's own, since the losses differ"
-                if differ
-                else likely,
-                is_advice=differ,
-                needs_replicas=True,
-            )
+        mine, theirs = ({x["target"] for x in step.events[r]["losses"]} for r in (rank, first))
+        if not same or not (len(same) == len(ours) or is_one):
+            continue
+        if {None} not in (mine, theirs) and mine and mine.isdisjoint(theirs):
+            continue  # each rank has its own nodes of one graph, its own view of one scene
+        differ = _losses_differ(step, (first, rank))
+        likely = "the loader does not know the rank: no DistributedSampler, no offset, one seed"
+        yield step.finding(
+            rank,
+            f"expected a batch of its own, got the inputs of rank {first} in {len(same)} of "
+            f"the step's {len(ours)} micro-batches",
+            place=step.events[rank]["forwards"][0]["place"],
+            likely=likely + "; right if its targets are its own, since the losses differ" * differ,
+            is_advice=differ,
+            needs_replicas=True,
+        )
 
 
-def _have_own_targets(step: Step, first: int, rank: int) -> tuple[bool, bool]:
-    """Return whether two ranks compare outputs with other targets, and whether they seem to do so.
-
-    As each with those of its nodes of one graph, or of its view of one scene.
-    """
-    both = [step.events[first], step.events[rank]]
-    mine, theirs = ({x["target"] for x in event["losses"]} - {None} for event in both)
-    if mine and theirs:
-        return mine.isdisjoint(theirs), False
-    # Of one batch, equal weights make equal losses, where no random number is drawn.
-    is_drawn = any(f["drops"] for event in both for f in event["forwards"])
-    one, other = (event["loss"] for event in both)
-    are_equal = is_drawn or None in (one, other) or math.isclose(one, other, rel_tol=1e-3)
-    return False, not are_equal and not any(unequal(step, "before", every=True))
+def _losses_differ(step: Step, ranks: tuple[int, int]) -> bool:
+    """Return whether losses of two ranks differ, which equal weights make of equal batches."""
+    one, other = (step.events[rank]["loss"] for rank in ranks)
+    if None in (one, other) or math.isclose(one, other, rel_tol=1e-3):
+        return False
+    is_drawn = any(f["drops"] for rank in ranks for f in step.events[rank]["forwards"])
+    return not is_drawn and not any(unequal(step, "before", every=True))
 
 
 @step_norm("watch.batches.not-repeated", source=_SAMPLER)

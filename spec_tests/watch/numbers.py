@@ -267,9 +267,9 @@ def loss_weights(step: Step) -> Iterator[Finding]:
         )
         words += "mean"
         likely = (
-            f"the loss is not divided by {count}; right if the gradients are, or if the learning "
+            f"the loss is not divided by {count}; right if the gradients are, or if the rate is "
         )
-        likely += "rate is meant for the sum"
+        likely += "meant for the sum"
     else:
         words, likely = _divided_twice(step, weights)
     if words:

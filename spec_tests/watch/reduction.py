@@ -321,18 +321,17 @@ def _are_mixed(step: Step, last: Step) -> bool:
     All ranks change theirs, to those of no rank; or all have those of the one that had the sum of
     the gradients (`dist.reduce`) alone.
     """
-    events = [(last.events[rank], event) for rank, event in step.events.items()]
-    values = zip(*(old["after"] for old, _ in events), strict=True)
-    apart = {at: [*of] for at, of in enumerate(values) if of != of[:1] * len(of)}
-    sizes = {at: math.prod(step.layout(min(step.events))[at]["shape"]) for at in apart}
-    is_sent = all(
-        step.run.ranks[rank].carried(last.events[rank]["t"], event["begun"]) >= sum(sizes.values())
-        for rank, event in step.events.items()
-    )
-    is_of_one = all(old["rooted"] for old, _ in events) and not any(unequal(step, "before"))
-    return is_sent and (
-        is_of_one or all(e["before"][at] not in of for _, e in events for at, of in apart.items())
-    )
+    apart = {name: [*values.values()] for name, _, values in unequal(last, "after")}
+    sizes = {entry["name"]: math.prod(entry["shape"]) for entry in step.layout(min(step.events))}
+    whole = sum(sizes[name] for name in apart)
+    since = {rank: event["t"] for rank, event in last.events.items()}
+    sent = (step.run.ranks[r].carried(since[r], e["begun"]) for r, e in step.events.items())
+    if min(sent) < whole:
+        return False
+    if all(event["rooted"] for event in last.events.values()):
+        return not any(unequal(step, "before"))
+    now = [(name, value) for name, _, of in step.replicas("before") for value in of.values()]
+    return not any(value in apart.get(name, ()) for name, value in now)
 
 
 @step_norm("watch.replicas.unheld", source="Tarvainen and Valpola 2017, section 2")

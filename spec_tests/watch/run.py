@@ -16,8 +16,8 @@ REDUCTIONS = ("all_reduce", "allreduce", "reduce_scatter", "reduce")
 _KEPT, _KEPT_STEPS = 50_000, 1_000  # of the timeline; steps that not all ranks have taken
 _UNSEEN = (
     "a step without a training forward that was seen: batches, random states and losses were not "
-    "checked (a model compiled in place, called through torch.func, in a closure or another thread, "
-    "or weights that no module has)"
+    "checked (a model compiled in place, called through torch.func, in a closure or in another "
+    "thread, or weights that no module has)"
 )
 _BUSY_SECONDS = 0.1  # of the processor, since a rank was last seen to go on
 _EXCHANGES = ("all_to_all", "alltoall", "scatter")
