@@ -25,7 +25,7 @@ from spec_tests.rig.report.text import several
 from spec_tests.watch import compare, data, numbers, reduction, replayed, traffic  # noqa: F401
 from spec_tests.watch.norm import STEP_CHECKS, Finding, is_must
 from spec_tests.watch.run import Rank, Run, Step, no_replicas
-from spec_tests.watch.verdict import APART, ORDER, Verdict, as_advice, causes_of
+from spec_tests.watch.verdict import APART, ORDER, Verdict, causes_of
 
 BOOT = Path(__file__).parent / "boot"
 _GRACE_SECONDS = 3.0
@@ -291,10 +291,8 @@ class Agent:
         """Return what was found, when the command has ended with status `own`."""
         run = self.run
         if own == 0:  # started again by torchrun, or killed to show that a run can be resumed
-            earlier, last = self.findings[: self._went_on], self.findings[self._went_on :]
-            words = "the command went on and ended with 0"
-            ended = [as_advice(f, words) if f.norm == "watch.run.ends" else f for f in earlier]
-            self.findings = [*ended, *last]
+            earlier = [f for f in self.findings[: self._went_on] if f.norm == "watch.run.ends"]
+            self._doubt(earlier, "the command went on and ended with 0")
         if not self._was_stopped:
             self._report_end(run)
         if run.mixed:

@@ -19,14 +19,12 @@ from .link import script_line, script_path
 from .window import KEPT, Window
 
 _LOSS = "trainspec_watch"  # under which a loss is found again in its graph
-_TARGET = "trainspec_watch_target"
 _OF_CHECKPOINTS = (  # options that are not handed on to the function
     *("use_reentrant", "preserve_rng_state", "context_fn", "determinism_check", "debug"),
 )
 _ALL_REDUCE = ("tensor", "op", "group", "async_op")
 _FEW = 64  # sums of a step
 _CLOSE = 1e-3  # of a norm: half of it, or twice, is far
-_AIMED = ("mse_loss", "nll_loss", "l1_loss", "smooth_l1_loss", "binary_cross_entropy_with_logits")
 _LINEAR = ("Div", "Mul", "ToCopy", "Squeeze", "View", "Unsqueeze")  # nodes: of a factor, or none
 _MEANS = (
     *("Mean", "MseLoss", "SmoothL1Loss", "HuberLoss", "NllLoss", "NllLoss2D"),
@@ -48,8 +46,6 @@ def start() -> None:
     observe("unscale_", scaler, before=_unscaled)
     observe("backward", torch.autograd, before=_begun)
     observe("cross_entropy", nn.functional, after=_weighed)
-    for name in _AIMED:
-        observe(name, nn.functional, after=_aimed)
     observe("dropout", nn.functional, before=_dropped)
     observe("checkpoint", torch.utils.checkpoint, around=checkpoint, is_watched=watching)
     if dist.is_available():
@@ -225,23 +221,16 @@ def _weighed(
     is_loss = result.requires_grad and not result.dim() and reduction in ("mean", "sum")
     if not is_loss or target.is_floating_point():
         return
-    _aimed(probe, result, input, target)
+    loss = _keep(probe, (target != ignore_index).sum(), reduction, result)
+    loss["target"] = fingerprint(target, is_mixed=True)
     node: Any = result.grad_fn
-    loss = _keep(probe, (target != ignore_index).sum(), reduction, result, node)
     node.metadata[_LOSS] = loss
     result.register_hook(functools.partial(_weigh, loss))
 
 
-def _aimed(probe: Any, result: Tensor, input: Tensor, target: Tensor, *a: Any, **k: Any) -> None:
-    """Keep a hash of what a loss compares with, where its graph is found again."""
-    if result.grad_fn is not None:
-        result.grad_fn.metadata[_TARGET] = fingerprint(target, is_mixed=True)
-
-
-def _keep(probe: Any, tokens: Tensor | None, of: str, value: Tensor, node: Any) -> dict[str, Any]:
+def _keep(probe: Any, tokens: Tensor | None, of: str, value: Tensor) -> dict[str, Any]:
     """Keep a loss; what it weighs is known when its gradient arrives."""
-    loss: dict[str, Any] = {"tokens": tokens, "weight": None, "of": of, "task": 0}
-    loss["target"] = node.metadata.get(_TARGET)
+    loss = {"tokens": tokens, "weight": None, "of": of, "task": 0, "target": None}
     # A mean by hand may be one of several losses; tokens are of one, on whatever line it is called.
     place = script_line()
     loss |= {"place": place, "path": place if tokens is not None else script_path()}
@@ -294,7 +283,7 @@ def _begun_with_mean(probe: Any, value: Tensor, node: Any, name: str) -> None:
             return
     elif node._saved_reduction != 1:
         return
-    loss = _keep(probe, None, of, value, node)
+    loss = _keep(probe, None, of, value)
     loss["is_whole"] = True
     node.register_prehook(lambda gradients: _weigh(loss, gradients[0]))
 

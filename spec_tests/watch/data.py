@@ -32,31 +32,36 @@ def batches_distinct(step: Step) -> Iterator[Finding]:
         roots = {forward["root"] for forward in step.events[rank]["forwards"]}
         are_tokens = any(dtype.startswith(("int", "uint")) for b in same[:1] for _, dtype, _ in b)
         is_one = len(roots) == 1 and are_tokens
-        mine, theirs = ({x["target"] for x in step.events[r]["losses"]} for r in (rank, first))
         if not same or not (len(same) == len(ours) or is_one):
             continue
-        if {None} not in (mine, theirs) and mine and mine.isdisjoint(theirs):
-            continue  # each rank has its own nodes of one graph, its own view of one scene
-        differ = _losses_differ(step, (first, rank))
-        likely = "the loader does not know the rank: no DistributedSampler, no offset, one seed"
-        yield step.finding(
-            rank,
-            f"expected a batch of its own, got the inputs of rank {first} in {len(same)} of "
-            f"the step's {len(ours)} micro-batches",
-            place=step.events[rank]["forwards"][0]["place"],
-            likely=likely + "; right if its targets are its own, since the losses differ" * differ,
-            is_advice=differ,
-            needs_replicas=True,
-        )
+        is_sure = _compare_with_the_same(step, (rank, first))
+        if is_sure is not False:
+            likely = "the loader does not know the rank: no DistributedSampler, no offset, one seed"
+            yield step.finding(
+                rank,
+                f"expected a batch of its own, got the inputs of rank {first} in {len(same)} of "
+                f"the step's {len(ours)} micro-batches",
+                place=step.events[rank]["forwards"][0]["place"],
+                likely=likely + "; right if its targets are others" * (is_sure is None),
+                is_advice=is_sure is None,
+                needs_replicas=True,
+            )
 
 
-def _losses_differ(step: Step, ranks: tuple[int, int]) -> bool:
-    """Return whether losses of two ranks differ, which equal weights make of equal batches."""
+def _compare_with_the_same(step: Step, ranks: tuple[int, int]) -> bool | None:
+    """Return whether two ranks compare outputs with the same targets; None where that is unknown.
+
+    They have others for their own nodes of one graph, their own views of one scene.
+    """
+    mine, theirs = ({x["target"] for x in step.events[r]["losses"]} - {None} for r in ranks)
+    if mine and theirs:
+        return not mine.isdisjoint(theirs)
     one, other = (step.events[rank]["loss"] for rank in ranks)
     if None in (one, other) or math.isclose(one, other, rel_tol=1e-3):
-        return False
+        return True
+    # What differs comes from targets, unless it is drawn, or of other weights.
     is_drawn = any(f["drops"] for rank in ranks for f in step.events[rank]["forwards"])
-    return not is_drawn and not any(unequal(step, "before", every=True))
+    return None if is_drawn or any(unequal(step, "before", every=True)) else False
 
 
 @step_norm("watch.batches.not-repeated", source=_SAMPLER)

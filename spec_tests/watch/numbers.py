@@ -266,10 +266,8 @@ def loss_weights(step: Step) -> Iterator[Finding]:
             f"each of {count} micro-batches weighs 1, so that the update is {count} times their "
         )
         words += "mean"
-        likely = (
-            f"the loss is not divided by {count}; right if the gradients are, or if the rate is "
-        )
-        likely += "meant for the sum"
+        likely = f"the loss is not divided by {count}; right if the gradients are, or if the rate "
+        likely += "is meant for the sum"
     else:
         words, likely = _divided_twice(step, weights)
     if words:

@@ -168,22 +168,13 @@ def as_many_steps(run: Run) -> Iterator[Finding]:
     if all(r.has_ended for r in run.ranks.values()) and len(set(taken.values())) > 1:
         few = min(taken, key=lambda rank: taken[rank])
         many = max(taken, key=lambda rank: taken[rank])
+        words = f"rank {few}: expected {taken[many]} steps as on rank {many}, got "
+        words += str(taken[few] or "none, so that no step was compared")
         likely = _lengths(run)
         likely = likely or "the ranks' loaders have different lengths, or a rank skips updates"
         if not taken[few]:
-            likely = (
-                "its loader is empty, or its optimizer is never stepped; right if it is to take "
-            )
-            likely += "no step, as an actor, or where another rank updates the weights of all"
-        yield Finding(
-            "",
-            f"rank {few}: expected {taken[many]} steps as on rank {many}, got "
-            f"{taken[few] or 'none, so that no step was compared'}",
-            taken[few],
-            few,
-            likely=likely,
-            is_advice=not taken[few],
-        )
+            likely = "its loader is empty; right if another rank updates the weights for all"
+        yield Finding("", words, taken[few], few, likely=likely, is_advice=not taken[few])
 
 
 def _lengths(run: Run) -> str:
