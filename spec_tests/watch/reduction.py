@@ -326,7 +326,7 @@ def _are_mixed(step: Step, last: Step) -> bool:
     whole = sum(sizes[name] for name in apart)
     since = {rank: event["t"] for rank, event in last.events.items()}
     sent = (step.run.ranks[r].carried(since[r], e["begun"]) for r, e in step.events.items())
-    if min(sent) < whole:
+    if min(sent) < max(whole, 1):
         return False
     if all(event["rooted"] for event in last.events.values()):
         return not any(unequal(step, "before"))
