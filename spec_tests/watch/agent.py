@@ -300,8 +300,8 @@ class Agent:
             words += f"did before {run.mixed}"
             self._doubt([f for f in self.findings if f.norm in APART], words)
         if run.doubt and not run.groups:  # a message that came after the first findings
-            found = [f for f in self.findings if f.needs_replicas and not f.is_advice]
-            self._doubt(found, no_replicas(run.doubt))
+            early = [f for f in self.findings if f.needs_replicas and not f.is_advice]
+            self._doubt(early, no_replicas(run.doubt))
         steps = self._steps + max(run.steps_taken().values(), default=0)
         unseen = list(dict.fromkeys(run.notes))
         status = int(any(self._options.strict or is_must(each) for each in self.findings))

@@ -34,7 +34,7 @@ def batches_distinct(step: Step) -> Iterator[Finding]:
         is_one = len(roots) == 1 and are_tokens
         if not same or not (len(same) == len(ours) or is_one):
             continue
-        is_sure = _compare_with_the_same(step, (rank, first))
+        is_sure = _compare_with_the_same(step, (rank, first), len(same) == len(ours))
         if is_sure is not False:
             likely = "the loader does not know the rank: no DistributedSampler, no offset, one seed"
             yield step.finding(
@@ -48,16 +48,19 @@ def batches_distinct(step: Step) -> Iterator[Finding]:
             )
 
 
-def _compare_with_the_same(step: Step, ranks: tuple[int, int]) -> bool | None:
+def _compare_with_the_same(step: Step, ranks: tuple[int, int], is_whole: bool) -> bool | None:
     """Return whether two ranks compare outputs with the same targets; None where that is unknown.
 
     They have others for their own nodes of one graph, their own views of one scene.
+
+    Args:
+        is_whole: all micro-batches of the step have the same inputs.
     """
     mine, theirs = ({x["target"] for x in step.events[r]["losses"]} - {None} for r in ranks)
     if mine and theirs:
         return not mine.isdisjoint(theirs)
     one, other = (step.events[rank]["loss"] for rank in ranks)
-    if None in (one, other) or math.isclose(one, other, rel_tol=1e-3):
+    if not is_whole or None in (one, other) or math.isclose(one, other, rel_tol=1e-3):
         return True
     # What differs comes from targets, unless it is drawn, or of other weights.
     is_drawn = any(f["drops"] for rank in ranks for f in step.events[rank]["forwards"])
