@@ -274,9 +274,13 @@ def judge_updates(
     """
     __tracebackhide__ = True
     scene, program = read(situation)
-    alone = once(("stepped", situation), lambda: Stepped(scene).follow(program))
+
+    def followed_by(kind: type[Stepped]) -> Any:
+        return kind(scene).follow(program)
+
+    alone = once(("stepped", situation), partial(followed_by, Stepped))
     ways = {
-        means: partial(once, (means, situation), lambda kind=kind: kind(scene).follow(program))
+        means: partial(once, (means, situation), partial(followed_by, kind))
         for means, kind in WRONG.items()
     }
     wrong = ways | dict(wrong or {})

@@ -19,6 +19,7 @@ from spec_tests.programs.law import follow, judge_values, same_as_alone
 from spec_tests.programs.laws import equivalence, refusal
 from spec_tests.rig import judge, strategies
 from spec_tests.rig.clause import clauses, rows
+from spec_tests.rig.judge.oracle import parameters
 from spec_tests.rig.judge.symptoms import Hint
 from spec_tests.rig.toys import with_smallest_gradient
 
@@ -277,7 +278,7 @@ def test_a_rank_whose_loss_touches_nothing_hangs_nobody(world, subject, case):
         others = range(world.size - 1)
         expected = equivalence.full_batch_gradients("mlp", SEED, ranks=others, micros=(1,))
         if case != "usual":
-            expected = {name: torch.zeros_like(mean) for name, mean in expected.items()}
+            expected = {name: torch.zeros_like(p) for name, p in parameters("mlp", SEED).items()}
         judge.tensors(
             ranks, expected, quantity="mean gradient", given="the last rank uses no parameter"
         )
