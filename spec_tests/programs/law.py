@@ -24,7 +24,7 @@ from spec_tests.programs.faults import FAULTS, RIGHT
 from spec_tests.programs.laws import refusal
 from spec_tests.programs.pieces import put_together
 from spec_tests.programs.scene import AXIS_OF, OPTIMIZER, REPLICAS, SHARDS, TRAINERS, Scene
-from spec_tests.programs.stepped import ADDED, Deaf, Divided, Stepped
+from spec_tests.programs.stepped import ADDED, Copying, Deaf, Divided, Filling, Stepped
 from spec_tests.programs.ways import WAYS
 from spec_tests.programs.words import MEANS
 from spec_tests.rig import judge
@@ -38,7 +38,12 @@ LOOKS = ("sent", "afterwards", "form")
 """The observers, see `look`."""
 SENT = {"sent", "silent"}
 """Observers of what calls send: how much, which `production` bounds, or only whether they may."""
-DEAF = "a change of `param_groups` is not followed: the inner optimizer has its own options"
+WRONG: dict[str, type[Stepped]] = {
+    "a change of `param_groups` is not followed: the inner optimizer has its own options": Deaf,
+    "weight decay or momentum was applied to a parameter without a gradient": Filling,
+    "a copy of the weights was updated, and put over what had been written to them": Copying,
+}
+"""Wrong sharded optimizers, by what they usually come from."""
 RATIOS = ("summed", "divided-twice")
 """Faults that are known by the ratio of what is seen to what is right."""
 EXACT = ("sgd", "momentum", "counts-steps", "counts-later")
@@ -266,8 +271,10 @@ def judge_updates(
     __tracebackhide__ = True
     scene, program = read(situation)
     alone = once(("stepped", situation), lambda: Stepped(scene).follow(program))
-    deaf = partial(once, ("deaf", situation), lambda: Deaf(scene).follow(program))
-    wrong = {DEAF: deaf, **(wrong or {})}
+    wrong = {
+        means: partial(once, (means, situation), partial(_followed, kind, scene, program))
+        for means, kind in WRONG.items()
+    } | dict(wrong or {})
     never = once(("never", situation), lambda: Stepped(scene).weights())
     before = never
 
@@ -293,6 +300,10 @@ def judge_updates(
                 given=judge.SITUATION.get().given or situation,
             )
         before = weights
+
+
+def _followed(kind: type[Stepped], scene: Scene, program: Program) -> Any:
+    return kind(scene).follow(program)
 
 
 def within_steps(scene: Scene, dtype: torch.dtype, depth: int) -> Tolerance:

@@ -133,6 +133,33 @@ class Deaf(Stepped):
         """Leave the weight decay as it is."""
 
 
+class Filling(Stepped):
+    """A wrong one: a parameter without a gradient gets zeros, as a slice of one flat tensor does."""
+
+    def update(self) -> Named:
+        for parameter in self.parameters.values():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        return super().update()
+
+
+class Copying(Stepped):
+    """A wrong one: it steps a copy of the weights, as in a flat master, and puts it over them."""
+
+    kept: Named | None = None
+
+    def write(self, where: str) -> Named:
+        self.kept = self.kept or self.weights()
+        return super().write(where)
+
+    @torch.no_grad()
+    def update(self) -> Named:
+        for name, value in (self.kept or {}).items():
+            self.parameters[name].copy_(value)
+        self.kept = None
+        return super().update()
+
+
 class Forgetful(Stepped):
     """A wrong one: a load brings the weights alone."""
 
