@@ -44,6 +44,7 @@ WRONG: dict[str, type[Stepped]] = {
     "a copy of the weights was updated, and put over what had been written to them": Copying,
 }
 """Wrong sharded optimizers, by what they usually come from."""
+TURNED = "an update or a write was left out or came twice: each turns the sign"
 RATIOS = ("summed", "divided-twice")
 """Faults that are known by the ratio of what is seen to what is right."""
 EXACT = ("sgd", "momentum", "counts-steps", "counts-later")
@@ -244,13 +245,18 @@ def judge_values(ranks: Sequence[Any], subject: str, situation: str) -> None:
             at(number),
             within=CLIPPED if call.startswith("clip") else within,
             quantity=SHOWS.get(call.split()[0], gradient) + place,
-            hints=[
+            hints=[Hint(TURNED, partial(_turned, partial(at, number)))][: "step" in call]
+            + [
                 Hint(fault.means, partial(at, number, name))
                 for name, fault in FAULTS.items()
                 if name not in RATIOS
             ],
             given=judge.SITUATION.get().given or situation,
         )
+
+
+def _turned(shows: Callable[[], list[Any]]) -> list[Any]:
+    return [{name: None if t is None else -t for name, t in rank.items()} for rank in shows()]
 
 
 def _reduces_again(program: Program, scene: Scene, subject: str, size: int) -> bool:

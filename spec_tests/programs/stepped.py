@@ -134,7 +134,7 @@ class Deaf(Stepped):
 
 
 class Filling(Stepped):
-    """A wrong one: a parameter without a gradient gets zeros, as a slice of one flat tensor does."""
+    """A wrong one: a parameter without a gradient gets zeros, as in one flat tensor."""
 
     def update(self) -> Named:
         for parameter in self.parameters.values():

@@ -14,7 +14,7 @@ import contextlib
 import copy
 import functools
 import importlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 from unittest import mock
@@ -44,21 +44,39 @@ def mend() -> None:
         module._patch_lang_tensor = patch_and_mend
     if hasattr(module, "_implicit_cvt"):
         _mend_scalars(module, module._implicit_cvt)
-    builder, executor = (getattr(module, n, None) for n in ("InterpreterBuilder", "GridExecutor"))
+    builder: Any = getattr(module, "InterpreterBuilder", None)
+    executor: Any = getattr(module, "GridExecutor", None)
     if hasattr(builder, "create_masked_store") and callable(executor):
         guard = _Guard()
         executor.__call__ = _hooked(executor.__call__, guard.launch)
         builder.create_masked_store = _hooked(builder.create_masked_store, guard.store)
+        builder.create_masked_load = guard.loads(builder.create_masked_load)
 
 
 class _Guard:
-    """Raises at a store outside of what was passed, which would overwrite the rank's own memory."""
+    """Keeps a launch within what was passed to it, so that results do not depend on the heap.
+
+    A store outside raises, for it would overwrite the rank's own memory. A load outside gives
+    zeros: what uses another value fails, and `attention.kernels.in-bounds` reports the rest.
+    """
+
+    extents: Sequence[tuple[int, int]] = ()
 
     def launch(self, executor: Any, *arguments: Any, **named: Any) -> None:
         tensors = [*_tensors((*arguments, *named.values()))]
         # Integers may be addresses of further tensors.
         self.extents = [] if any(t.dtype == torch.int64 for t in tensors) else _extents(tensors)
         self.kernel = executor.fn.__name__
+
+    def loads(self, load: Callable[..., Any]) -> Callable[..., Any]:
+        def guarded(builder: Any, pointers: Any, mask: Any, *rest: Any, **named: Any) -> Any:
+            found = load(builder, pointers, mask, *rest, **named)
+            beyond = mask.data & ~_inside(pointers.data, self.extents)
+            if self.extents and beyond.any():
+                found.data = np.where(beyond, np.zeros_like(found.data), found.data)
+            return found
+
+        return guarded
 
     def store(self, builder: Any, pointers: Any, value: Any, mask: Any, *rest: Any) -> None:
         beyond = int((~_inside(_addresses(pointers, mask), self.extents)).sum())

@@ -31,6 +31,13 @@ def beyond(x, out, is_doubled, N: tl.constexpr):
 
 
 @triton.jit
+def reads_beyond(x, out, is_doubled, N: tl.constexpr):
+    """Wrong: the last row is read beyond the end of the tensor."""
+    at = tl.arange(0, N * N)
+    tl.store(out + at, tl.load(x + N + at))
+
+
+@triton.jit
 def device_function(x, out, is_doubled, N: tl.constexpr):
     """A function that only a device has."""
     at = tl.arange(0, N)

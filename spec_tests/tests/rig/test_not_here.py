@@ -81,6 +81,13 @@ def test_a_store_beyond_the_tensors_raises_before_it_harms(module_worlds: Worlds
 
 
 @needs_triton
+def test_a_load_beyond_the_tensors_gives_zeros_and_not_the_heap(module_worlds: Worlds):
+    # The set of clauses that failed was another one in each run.
+    (found,) = module_worlds.world(1).run(launch, "reads_beyond")
+    assert found.tolist() == [[1.0] * 16] * 15 + [[0.0] * 16]
+
+
+@needs_triton
 @pytest.mark.parametrize("kernel", ["device_function", "assembly", "tuned"])
 def test_what_the_interpreter_cannot_do_is_not_here(module_worlds: Worlds, kernel: str):
     with pytest.raises(unittest.SkipTest, match=r"not here: run it on .* \(\w+\.py:\d+\)"):
