@@ -39,6 +39,7 @@ LOOKS = ("sent", "afterwards", "form")
 """The observers, see `look`."""
 SENT = {"sent", "silent"}
 """Observers of what calls send: how much, which `production` bounds, or only whether they may."""
+TURNED = "an update or a write was left out or came twice: each turns the sign"
 RATIOS = ("summed", "divided-twice")
 """Faults that are known by the ratio of what is seen to what is right."""
 EXACT = ("sgd", "momentum", "counts-steps", "counts-later")
@@ -248,13 +249,18 @@ def judge_values(ranks: Sequence[Any], subject: str, situation: str) -> None:
             at(number),
             within=CLIPPED if call.startswith("clip") else within,
             quantity=SHOWS.get(call.split()[0], gradient) + place,
-            hints=[
+            hints=[Hint(TURNED, partial(_turned, partial(at, number)))][: "step" in call]
+            + [
                 Hint(fault.means, partial(at, number, name))
                 for name, fault in FAULTS.items()
                 if name not in RATIOS
             ],
             given=judge.SITUATION.get().given or situation,
         )
+
+
+def _turned(shows: Callable[[], list[Any]]) -> list[Any]:
+    return [{name: None if t is None else -t for name, t in rank.items()} for rank in shows()]
 
 
 def _reduces_again(program: Program, scene: Scene, subject: str, size: int) -> bool:
@@ -274,16 +280,11 @@ def judge_updates(
     """
     __tracebackhide__ = True
     scene, program = read(situation)
-
-    def followed_by(kind: type[Stepped]) -> Any:
-        return kind(scene).follow(program)
-
-    alone = once(("stepped", situation), partial(followed_by, Stepped))
-    ways = {
-        means: partial(once, (means, situation), partial(followed_by, kind))
+    alone = once(("stepped", situation), lambda: Stepped(scene).follow(program))
+    wrong = {
+        means: partial(once, (means, situation), partial(_followed, kind, scene, program))
         for means, kind in WRONG.items()
-    }
-    wrong = ways | dict(wrong or {})
+    } | dict(wrong or {})
     never = once(("never", situation), lambda: Stepped(scene).weights())
     before = never
 
@@ -309,6 +310,10 @@ def judge_updates(
                 given=judge.SITUATION.get().given or situation,
             )
         before = weights
+
+
+def _followed(kind: type[Stepped], scene: Scene, program: Program) -> Any:
+    return kind(scene).follow(program)
 
 
 def within_steps(scene: Scene, dtype: torch.dtype, depth: int) -> Tolerance:

@@ -155,10 +155,21 @@ class Copying(Stepped):
         return found
 
 
+class Filling(Stepped):
+    """A wrong one: a parameter without a gradient gets zeros, as in one flat tensor."""
+
+    def update(self) -> Named:
+        for parameter in self.parameters.values():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        return super().update()
+
+
 WRONG: dict[str, type[Stepped]] = {
     "a change of `param_groups` is not followed: the inner optimizer has its own options": Deaf,
     "a load keeps the state of what the loaded dict has no state for": Merging,
-    "it steps from its own copy of the weights: what was written to them since is lost": Copying,
+    "weight decay or momentum was applied to a parameter without a gradient": Filling,
+    "a copy of the weights was updated, and put over what had been written to them": Copying,
 }
 """Wrong ones by what they mean."""
 

@@ -240,9 +240,10 @@ def test_float64_is_float64_or_refused(world, subject, problem):
     """In float64 O, L and gradients MUST have its rounding, or be refused with an error."""
     problem = law.fitting(world, subject, problem, is_about_dtype=True)
     for names in (("O", "L"), ALL):  # a backward that refuses does not excuse a forward
-        seen = observe(world, subject, bodies.or_refused, problem, names)
+        asked = law.offered(world, subject, names)
+        seen = observe(world, subject, bodies.or_refused, problem, asked)
         if not isinstance(seen, str):
-            rules.close(seen, problem, names=names)
+            rules.close(seen, problem, names=asked)
 
 
 @clause(
