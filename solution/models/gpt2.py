@@ -120,5 +120,8 @@ def _norm(config: GPT2Config) -> nn.LayerNorm:
 
 
 def language_model(**shape: int) -> GPT2:
-    """A GPT-2 of a shape in the words of `GPT2Config`, which says what it refuses."""
+    """A GPT-2 of a shape in the words of `GPT2Config`, which says what it refuses.
+
+    It takes ids `[batch, seq]` and returns logits `[batch, seq, vocab]`.
+    """
     return GPT2(GPT2Config(**shape))
