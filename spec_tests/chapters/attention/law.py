@@ -11,7 +11,6 @@ import dataclasses
 import functools
 import itertools
 import unittest
-from collections import ChainMap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -100,7 +99,8 @@ def as_defined(
         parts = [tuple(name for name in judged if name != "L"), ("L",)]
     answers = [asked(world, subject, problem, part, same)[0] for part in parts]
     tf32 = is_tf32(world, subject) if tf32 is None else tf32
-    rules.close(dict(ChainMap(*answers)), problem, names=judged, tf32=tf32)
+    seen = {name: value for answer in answers for name, value in answer.items()}
+    rules.close(seen, problem, names=judged, tf32=tf32)
     if is_open:
         raise NotOffered("the backward is left open")
 
