@@ -1,4 +1,4 @@
-"""Communication: all collectives but those in `DTensor.full_tensor` and of checkpoints.
+"""Communication: every collective but those of PyTorch's DTensor and checkpoint library.
 
 Problem. Collectives are where distributed programs hang and where backends differ. Kept in one
 file and named by what they mean, they can be counted, replaced and reasoned about; the layers above

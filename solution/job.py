@@ -31,14 +31,15 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from solution import trainer
 from solution.attention import unavailable
-from solution.checkpoint import CheckpointError
+from solution.checkpoint import CheckpointError, latest_step
 from solution.console import say, significant
 from solution.data.loader import TokenLoader, token_loader
 from solution.data.prepare import vocabulary_of
 from solution.data.shards import find_shards, write_atomically
 from solution.measure.memory import memory_history, optimizer_tensors, peak_memory_bytes
-from solution.measure.recording import Recording, ShortRunError, require_free
+from solution.measure.recording import Recording, require_free
 from solution.measure.trace import listed
 from solution.measure.traffic import Traffic
 from solution.models import families
@@ -49,24 +50,16 @@ from solution.parallel.zero1 import ShardedOptimizer
 from solution.resume import Interrupted, Restarts
 from solution.runlog import RunLog
 from solution.train_config import TrainConfig
-from solution.trainer import (
-    DataExhaustedError,
-    NonFiniteError,
-    accumulation_steps,
-    evaluate,
-    training_steps,
-)
 from solution.world import World, distributed
 
 COUNTED_STEP = 2  # the third: PyTorch's DDP settles its buckets after the first
 GPT2_VOCABULARY = 50257  # of shards that come without a tokenizer's word
 DONE, BAD_INPUT = 0, 2
 STATUS: dict[type[Exception], int] = {
-    NonFiniteError: 1,
+    trainer.NonFiniteError: 1,
     CheckpointError: 1,
-    DataExhaustedError: 3,
+    trainer.DataExhaustedError: 3,
     Interrupted: 4,
-    ShortRunError: BAD_INPUT,
 }
 REPORTED: tuple[type[Exception], ...] = (*STATUS, ValueError, OSError)
 Wrap = Callable[[nn.Module, TrainConfig, World], nn.Module]
@@ -87,7 +80,7 @@ def train(job: "Job", wrap: Wrap) -> None:
         finished = restarts.resume()
         if finished >= config.steps:
             return  # done by an earlier run, whose summary stays
-        records = training_steps(
+        records = trainer.training_steps(
             model,
             optimizer,
             job.loader,
@@ -113,18 +106,16 @@ class Job:
     """One run on one rank: what follows from its config, its data and its place in the world.
 
     Raises:
-        ValueError: data, sizes or vocabulary that do not fit each other, or attention that cannot
-            run here.
+        ValueError: data, sizes or vocabulary that do not fit each other, attention that cannot run
+            here, or, of a run that begins, nothing that can be recorded.
         DataExhaustedError: less data than is needed.
-        ShortRunError: fewer steps than are needed to record those that are asked for.
     """
 
-    def __init__(self, config: TrainConfig, world: World, *, name: str) -> None:
-        self.config, self.world = config, world
-        self.name = name  # of the files that it writes
+    def __init__(self, config: TrainConfig, world: World) -> None:
+        self.config, self.world, self.name = config, world, config.name
         if reason := unavailable(config.attention, world.device.type):
             raise ValueError(f"expected an attention that runs on {world.device.type}: {reason}")
-        self.num_micro_batches = accumulation_steps(  # of a step, on each rank
+        self.num_micro_batches = trainer.accumulation_steps(  # of a step, on each rank
             global_batch_size=config.global_batch_size,
             micro_batch_size=config.micro_batch_size,
             world_size=world.size,
@@ -135,7 +126,7 @@ class Job:
         self.loader = self._loader("train", config.steps * self.num_micro_batches)
         possible = self.loader.num_batches // self.num_micro_batches
         if possible < config.steps:
-            raise DataExhaustedError(
+            raise trainer.DataExhaustedError(
                 f"expected data for {config.steps} steps of {config.global_batch_size} sequences, "
                 f"got {self.loader.num_sequences} sequences of {self.sequence_length} tokens, "
                 f"enough for {possible} steps; ask for fewer, or prepare more data"
@@ -153,7 +144,7 @@ class Job:
         self.learning_rate = cosine_schedule(
             config.learning_rate, num_steps=config.steps, warmup_steps=config.warmup_steps
         )
-        folder = Path(config.traces) / name
+        folder = Path(config.traces) / self.name
         self.snapshot: Path | None = None
         if config.memory_snapshot:
             if world.device.type != "cuda":
@@ -161,14 +152,14 @@ class Job:
                     f"expected a GPU for memory_snapshot, got {world.device.type}; leave it out, "
                     "or see `python -m solution.memory_analysis`, which predicts"
                 )
-            require_free(folder, "rank*_snapshot.pickle")
             self.snapshot = folder / f"rank{world.rank}_snapshot.pickle"
         self.recording = Recording(folder, world.rank, config.profile_steps, world.device)
-        self.recording.require(config.steps)
+        if config.checkpoint_dir is None or latest_step(config.checkpoint_dir) is None:
+            self._require_recording(config.steps)  # of a run that goes on: in `begin`
         self.seconds: list[float] = []  # of each step that this process took
         self.val_loss: float | None = None  # the newest
         self._traffic = Traffic()
-        self._summary_path = Path(config.out) / f"{name}.rank{world.rank}.json"
+        self._summary_path = Path(config.out) / f"{self.name}.rank{world.rank}.json"
 
     def _loader(self, split: str, num_batches: int) -> TokenLoader:
         """Return the loader of a split; refuse ids beyond the vocabulary in what will be read."""
@@ -179,11 +170,11 @@ class Job:
             rank=self.world.rank,
             world_size=self.world.size,
         )
-        unread = num_batches * loader.global_batch_size * self.sequence_length
+        unread = num_batches * loader.global_batch_size  # sequences
         for shard in loader.shards:
             if unread > 0:
                 shard.check_vocabulary(self.model_config.vocab_size)
-            unread -= len(shard)
+            unread -= max(0, len(shard) - 1) // self.sequence_length
         return loader
 
     def __str__(self) -> str:
@@ -214,14 +205,24 @@ class Job:
             return ShardedOptimizer(groups, torch.optim.AdamW, lr=self.config.learning_rate)
         return torch.optim.AdamW(groups, lr=self.config.learning_rate)
 
+    def _require_recording(self, num_left: int) -> None:
+        """Raise a ValueError unless what is asked for can be recorded in so many steps."""
+        self.recording.require(num_left)
+        if self.snapshot is not None:
+            require_free(self.snapshot.parent, "rank*_snapshot.pickle")
+
     def begin(self, finished: int) -> RunLog:
         """Return the log of the steps to come; `finished` were taken by an earlier process.
 
-        Raises:
-            ShortRunError: too few steps are left to record those that are asked for.
+        A run that goes on, and cannot record what is asked for any more, records nothing.
         """
         config = self.config
-        self.recording.require(config.steps - finished)
+        try:
+            self._require_recording(config.steps - finished)
+        except ValueError as error:
+            self.recording.num_steps, self.snapshot = 0, None
+            if self.world.is_first:
+                say(f"  going on without a recording: {error}")
         self._counted = min(finished + COUNTED_STEP, config.steps - 1)
         Path(config.out).mkdir(parents=True, exist_ok=True)
         self._summary_path.unlink(missing_ok=True)  # an earlier run's would be mistaken for ours
@@ -244,7 +245,7 @@ class Job:
         if loader is None or every is None or (finished % every and finished != config.steps):
             return None
         batches = itertools.islice(loader, config.eval_batches)
-        self.val_loss = evaluate(model, batches, dtype=config.dtype)
+        self.val_loss = trainer.evaluate(model, batches, dtype=config.dtype)
         return self.val_loss
 
     def summarize(self, module: nn.Module, optimizer: torch.optim.Optimizer, log: RunLog) -> None:
@@ -306,17 +307,11 @@ def fingerprint(module: nn.Module) -> str:
     return digest.hexdigest()
 
 
-def main(
-    wrap: Wrap,
-    *,
-    description: str,
-    name: str | None = None,
-    kind: type[TrainConfig] = TrainConfig,
-) -> int:
+def main(wrap: Wrap, kind: type[TrainConfig], description: str) -> int:
     """Run the command of an entry script, and return the exit status.
 
     `wrap` puts the model into what reduces its gradients, and the fields of the config `kind` are
-    the flags. A `name` of None, for the files, is the config's.
+    the flags.
     """
     world: World | None = None
     made: list[Job] = []
@@ -326,7 +321,7 @@ def main(
         with distributed(device=None if config.device == "auto" else config.device) as world:
 
             def prepare() -> list[str]:
-                made.append(Job(config, world, name=name or config.name))
+                made.append(Job(config, world))
                 return []
 
             on_all_ranks(prepare, [None], expected="a job that no rank refuses")

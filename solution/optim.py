@@ -43,13 +43,13 @@ def decay_groups(module: nn.Module, *, weight_decay: float) -> list[dict[str, An
 
 
 def cosine_schedule(
-    peak: float, *, num_steps: int, warmup_steps: int = 0, floor: float = 0.1
+    peak: float, *, num_steps: int, warmup_steps: int = 0
 ) -> Callable[[int], float]:
     """The learning rate as a function of the number of steps already finished.
 
     Step k < warmup_steps uses peak * (k + 1) / warmup_steps, so the first step moves and the last
-    of the warm-up uses the peak. From there a half cosine falls to floor * peak at step num_steps -
-    1, and stays.
+    of the warm-up uses the peak. From there a half cosine falls to a tenth of the peak at step
+    num_steps - 1, and stays.
 
     Raises:
         ValueError: num_steps is not positive, or warmup_steps not in [0, num_steps].
@@ -68,6 +68,6 @@ def cosine_schedule(
         if step < warmup_steps:
             return peak * (step + 1) / warmup_steps
         progress = min(1.0, (step - first) / span)
-        return peak * (floor + (1 - floor) * (1 + math.cos(math.pi * progress)) / 2)
+        return peak * (0.1 + 0.9 * (1 + math.cos(math.pi * progress)) / 2)
 
     return lr

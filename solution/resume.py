@@ -23,14 +23,16 @@ from torch import nn
 
 from solution import comm
 from solution.checkpoint import Stateful, latest_step, load_checkpoint, save_checkpoint
+from solution.checkpoint.folder import together
 from solution.console import say
 from solution.train_config import TrainConfig
 from solution.world import World
 
-# The settings on which the weights after n steps depend.
+# The settings on which the weights after n steps depend; dtypes are those of a sharded run.
 DECISIVE = (
-    *("model", "preset", "vocab_size", "sequence_length", "steps", "global_batch_size"),
+    *("model", "size", "vocab_size", "sequence_length", "steps", "global_batch_size"),
     *("learning_rate", "warmup_steps", "weight_decay", "max_norm", "precision", "seed"),
+    *("param_dtype", "reduce_dtype"),
 )
 
 
@@ -51,7 +53,7 @@ class Restarts:
     ) -> None:
         self._config, self._world, self._loader = config, world, loader
         self._parts: dict[str, Any] = {"model": model, "optimizer": optimizer, "loader": self}
-        self._own = {name: getattr(config, name) for name in DECISIVE}
+        self._own = {name: getattr(config, name, "float32") for name in DECISIVE}
         self._is_told_to_stop = False
 
     def __enter__(self) -> Self:
@@ -67,13 +69,14 @@ class Restarts:
         """Load the newest checkpoint, if there is one; returns the number of finished steps.
 
         Raises:
-            CheckpointError: there are some, and none can be used.
+            CheckpointError: on all ranks: there are some, and none can be used.
         """
         directory = self._config.checkpoint_dir
         if directory is None:
             return 0
         # One rank looks for all: a folder that appears meanwhile must not divide them.
-        found = comm.gather_objects(latest_step(directory) if self._world.is_first else None)[0]
+        what = f"look for checkpoints in {directory}"
+        found = together(what, lambda: latest_step(directory), None, by_first=True)
         finished, said = 0, f"none in {directory} yet, beginning at step 0"
         if found is not None:
             finished = load_checkpoint(directory, **self._parts)
@@ -121,7 +124,7 @@ class Restarts:
         differing = [
             f"{name} {own!r} (saved: {saved.get(name)!r})"
             for name, own in self._own.items()
-            if own != saved.get(name)
+            if own != saved.get(name, own)  # an older save may lack one
         ]
         if differing:
             raise ValueError(

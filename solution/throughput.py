@@ -13,21 +13,17 @@ Exit status: 0 done, 2 bad input, 3 out of memory.
 """
 
 import argparse
-import functools
 import sys
 import time
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from solution.config import require_positive
 from solution.console import significant
-from solution.measure.flops import (
-    extrapolate_training,
-    flops_per_token,
-    model_flops_utilization,
-)
+from solution.measure import flops
 from solution.measure.memory import training_loss
 from solution.measure.throughput import is_out_of_memory, measure_throughput, sweep_batch_sizes
 from solution.measure.workload import BAD_INPUT, DONE, Workload, keep, parser
@@ -72,12 +68,14 @@ def _report(work: Workload, flags: argparse.Namespace) -> int:
     )
     del step  # with its model
     rate = found["tokens_per_s"]
-    flops = flops_per_token(work.shape(), sequence_length=work.length)
-    mfu = model_flops_utilization(
-        tokens_per_s=rate, flops_per_token=flops, device_name=device, dtype=work.dtype
+    per_token = flops.flops_per_token(work.shape(), sequence_length=work.length)
+    mfu = flops.model_flops_utilization(
+        tokens_per_s=rate, flops_per_token=per_token, device_name=device, dtype=work.dtype
     )
-    found |= {"tokens_per_step": tokens, "flops_per_token": flops, "mfu": mfu}
-    larger = extrapolate_training(tokens_per_s=rate, num_parameters=work.num_parameters, **LARGER)
+    found |= {"tokens_per_step": tokens, "flops_per_token": per_token, "mfu": mfu}
+    larger = flops.extrapolate_training(
+        tokens_per_s=rate, num_parameters=work.num_parameters, **LARGER
+    )
     print(_lines(found, larger, work.dtype))
     rows = _sweep(work, flags) if flags.batch_sizes else []
     keep(flags.out / "throughput.json", {"found": found, "larger": larger, "sweep": rows})
@@ -100,7 +98,7 @@ def _build(work: Workload, flags: argparse.Namespace, batch_size: int) -> Callab
 
 def _lines(found: dict[str, Any], larger: dict[str, Any], dtype: torch.dtype) -> str:
     """Return the course's output block, with what it leaves out."""
-    timed, flops = found["num_steps"], found["flops_per_token"]
+    timed, count = found["num_steps"], found["flops_per_token"]
     mfu = "- (peak of this device is not known)"
     if found["mfu"] is not None:
         mfu = f"{significant(100 * found['mfu'], 3)} % of its dense peak in {dtype}"
@@ -113,7 +111,7 @@ def _lines(found: dict[str, Any], larger: dict[str, Any], dtype: torch.dtype) ->
         f"fastest, quartiles {significant(found['iqr_s'])} apart\n"
         f"  tokens/s      {significant(found['tokens_per_s'], decimals=1)}\n"
         f"  steps/s       {significant(found['steps_per_s'])}\n"
-        f"  FLOPs/token   {flops:,} ({significant(found['tokens_per_s'] * flops / 1e12)} TFLOP/s)\n"
+        f"  FLOPs/token   {count:,} ({significant(found['tokens_per_s'] * count / 1e12)} TFLOP/s)\n"
         f"  MFU           {mfu}\n"
         f"1T parameters, 10T tokens, at tokens/s that fall as parameters grow:\n"
         f"  tokens/s      {significant(larger['tokens_per_s'])}\n"
@@ -124,36 +122,29 @@ def _lines(found: dict[str, Any], larger: dict[str, Any], dtype: torch.dtype) ->
     )
 
 
-class _Peak:
-    """The peak of CUDA's allocator; 0 on the CPU, whose allocator keeps none."""
-
-    def reset_peak(self) -> None:
-        if torch.cuda.is_available():
-            torch.cuda.reset_peak_memory_stats()
-
-    def peak_bytes(self) -> int:
-        return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
-
-
 def _sweep(work: Workload, flags: argparse.Namespace) -> list[dict[str, Any]]:
     """Return a row per batch size, printed as it comes; on the CPU the peak is predicted."""
     is_gpu = work.device.type == "cuda"
     print(f"  batch      tokens/s  {'' if is_gpu else 'predicted '}peak MiB", flush=True)
-    rows = []
-    sweep = functools.partial(
-        sweep_batch_sizes,
-        functools.partial(_build, work, flags),
-        sequence_length=work.length,
-        clock=time.perf_counter,
-        memory=_Peak(),
-        num_steps=flags.steps,
+    memory = SimpleNamespace(
+        reset_peak=torch.cuda.reset_peak_memory_stats if is_gpu else lambda: None,
+        peak_bytes=torch.cuda.max_memory_allocated if is_gpu else lambda: 0,
     )
-    for row in (row for size in flags.batch_sizes for row in sweep(batch_sizes=[size])):
+    rows = []
+    for size in flags.batch_sizes:
+        [row] = sweep_batch_sizes(
+            lambda size: _build(work, flags, size),
+            batch_sizes=[size],
+            sequence_length=work.length,
+            clock=time.perf_counter,
+            memory=memory,
+            num_steps=flags.steps,
+        )
         if not is_gpu:
-            row["peak_bytes"] = work.predict(row["batch_size"]).peak_bytes
-        size = "-" if row["peak_bytes"] is None else significant(row["peak_bytes"] / MIB)
+            row["peak_bytes"] = work.predict(size).peak_bytes
+        peak = "-" if row["peak_bytes"] is None else significant(row["peak_bytes"] / MIB)
         rate = "out of memory" if row["is_oom"] else significant(row["tokens_per_s"], decimals=1)
-        print(f"  {row['batch_size']:5}  {rate:>12}  {size}", flush=True)
+        print(f"  {size:5}  {rate:>12}  {peak}", flush=True)
         rows.append(row)
     return rows
 

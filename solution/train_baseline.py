@@ -33,7 +33,7 @@ def main() -> int:
             "`torchrun --standalone --nproc-per-node=N -m solution.train_ddp`\n"
         )
         return 2
-    return job.main(unwrapped, name="baseline", description="Train GPT-2 on one rank.")
+    return job.main(unwrapped, TrainConfig, "Train GPT-2 on one rank.")
 
 
 if __name__ == "__main__":

@@ -52,7 +52,7 @@ class TrainConfig:
     preset: str | None = setting(
         None, f"size: of gpt2 {', '.join(PRESETS)}; of llama {', '.join(LLAMA_PRESETS)}; the first"
     )
-    data: str = setting("outputs/data", "folder with *train*.bin token shards")
+    data: str = setting("outputs/data", "folder with *_train_*.bin token shards")
     out: str = setting("outputs/run", "folder for the log (JSONL) and the summaries (JSON)")
     vocab_size: int | None = setting(None, "words (default: the data's tokenizer, else 50257)")
     sequence_length: int | None = setting(None, "tokens per sequence (default: the preset's)")
@@ -69,7 +69,7 @@ class TrainConfig:
         "none", "what the backward computes again", "none", "full", "selective"
     )
     eval_every: int | None = setting(
-        None, "steps between evaluations on the *val*.bin shards; the last step is one, too"
+        None, "steps between evaluations on the *_val_*.bin shards; the last step is one, too"
     )
     eval_batches: int = setting(8, "micro-batches per rank of one evaluation, at most")
     seed: int = setting(42, "of the initial weights, the same on every rank")
@@ -83,11 +83,9 @@ class TrainConfig:
     traces: str = setting("outputs/traces", "folder for TRACES/SETUP/rankN_trace.json")
     memory_snapshot: bool = setting(False, "record the GPU's memory for pytorch.org/memory_viz")
     device: str = setting("auto", "where it runs", "auto", "cpu", "cuda")
-    wrapper: str = setting(
-        "ddp_bucketed", "who reduces gradients (train_ddp only)", "ddp", "ddp_bucketed", "torch"
-    )
-    bucket_size_mb: float = setting(25.0, "of ddp_bucketed and torch, in MiB")
-    zero1: bool = setting(False, "divide AdamW's state over the ranks (train_ddp only)")
+
+    name = "baseline"  # of the files that this run writes
+    zero1 = False  # whether AdamW's state is divided over the ranks
 
     @classmethod
     def from_command_line(cls, description: str) -> tuple[Self, bool]:
@@ -110,7 +108,7 @@ class TrainConfig:
         ):
             if getattr(self, name) is not None:
                 require_positive(name, getattr(self, name))
-        for name in ("learning_rate", "bucket_size_mb", "max_norm"):
+        for name in ("learning_rate", "max_norm"):
             require(name, getattr(self, name), "> 0", lambda value: value is None or value > 0)
         for name in ("warmup_steps", "weight_decay", "profile_steps"):
             require(name, getattr(self, name), ">= 0", lambda value: value >= 0)
@@ -119,11 +117,6 @@ class TrainConfig:
         for each in dataclasses.fields(self):
             if among := each.metadata["among"]:
                 require(each.name, getattr(self, each.name), f"among {among}", among.__contains__)
-
-    @property
-    def name(self) -> str:
-        """The name of the files that this run writes."""
-        return {"torch": "ddp_torch"}.get(self.wrapper, self.wrapper)
 
     @property
     def dtype(self) -> torch.dtype:

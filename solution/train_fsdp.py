@@ -47,7 +47,7 @@ class FsdpConfig(TrainConfig):
     reduce_grads: bool = setting(False, "reduce gradients in all backwards, or the last")
 
     @property
-    def name(self) -> str:
+    def name(self) -> str:  # type: ignore[override]  # of a class that always has the same one
         """The name of this run's files: runs that differ in what is sent lie side by side."""
         flags = {
             "kept": not self.reshard_after_backward,
@@ -111,8 +111,7 @@ def sharded(module: nn.Module, config: TrainConfig, world: World) -> nn.Module:
 
 def main() -> int:
     """The command; returns the exit status."""
-    description = "Train GPT-2 or Llama, sharded over ranks."
-    return job.main(sharded, description=description, kind=FsdpConfig)
+    return job.main(sharded, FsdpConfig, "Train GPT-2 or Llama, sharded over ranks.")
 
 
 if __name__ == "__main__":

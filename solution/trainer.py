@@ -129,22 +129,26 @@ def training_steps(
     def loss_of(model: nn.Module, batch: Batch) -> torch.Tensor:
         return summed_loss(model, batch, dtype)
 
-    for step in range(finished + 1, steps + 1):
-        where = f"rank {ranks.rank}, step {step}"
-        micro_batches, count = _fetch(mine, num_micro_batches, ranks, device, where)
-        scale = ranks.size / count
-        with mean_gradient(model, optimizer, micro_batches, loss_of, scale=scale) as losses:
-            norm = clip.total_norm(model.parameters())
-            loss = _finite_loss(losses, norm.item(), count, ranks, where)
-            if max_norm is not None:
-                clip.scale_to_norm_(model.parameters(), max_norm, norm)
-            if lr is not None:
-                rate = lr(step - 1)  # once: a schedule may count its calls
-                for group in optimizer.param_groups:
-                    group["lr"] = rate
-            optimizer.step()
-        rate = float(optimizer.param_groups[0]["lr"])
-        yield StepRecord(step=step, loss=loss, lr=rate, grad_norm=norm.item(), tokens=count)
+    def taken() -> Iterator[StepRecord]:
+        for step in range(finished + 1, steps + 1):
+            where = f"rank {ranks.rank}, step {step}"
+            micro_batches, count = _fetch(mine, num_micro_batches, ranks, device, where)
+            scale = ranks.size / count
+            with mean_gradient(model, optimizer, micro_batches, loss_of, scale=scale) as losses:
+                norm = clip.total_norm(model.parameters())
+                loss = _finite_loss(losses, norm.item(), count, ranks, where)
+                if max_norm is not None:
+                    clip.scale_to_norm_(model.parameters(), max_norm, norm)
+                if lr is not None:
+                    rate = lr(step - 1)  # once: a schedule may count its calls
+                    for group in optimizer.param_groups:
+                        kept = group["lr"]  # a tensor stays one: a compiled step reads it
+                        group["lr"] = kept.fill_(rate) if isinstance(kept, torch.Tensor) else rate
+                optimizer.step()
+            rate = float(optimizer.param_groups[0]["lr"])
+            yield StepRecord(step=step, loss=loss, lr=rate, grad_norm=norm.item(), tokens=count)
+
+    return taken()  # what is refused above is refused now, not at the first step
 
 
 @contextmanager
@@ -386,5 +390,7 @@ def computing_in(dtype: torch.dtype, device: torch.device) -> AbstractContextMan
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Return the device of the model's parameters."""
-    return next(model.parameters()).device
+    """Return the device of the model's parameters; ValueError if there are none."""
+    for parameter in model.parameters():
+        return parameter.device
+    raise ValueError(f"expected a model with parameters, got {type(model)} without any")

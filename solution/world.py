@@ -1,6 +1,6 @@
 """This process's place in a run: torchrun's environment, the default group, the device.
 
-The environment is read here and nowhere else in the library.
+Rank, size and device come from the environment here, and nowhere else in the library.
 """
 
 import os

@@ -11,12 +11,13 @@ Legend: B batch, H heads, G key/value heads, T tokens, D head dim.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 
-from solution.attention.flash import TILED
+from solution.attention.flash import TILED, call
 from solution.attention.inputs import check, under_autocast
 from solution.attention.triton_launch import TRITON
 from solution.attention.triton_launch import unavailable as _triton_unavailable
@@ -96,8 +97,8 @@ def _sdpa(
 BACKENDS: dict[str, Callable[..., torch.Tensor]] = {
     "sdpa": _sdpa,
     "plain": _plain,
-    "tiled": lambda q, k, v, *, causal, scale: TILED.forward(q, k, v, causal, scale)[0],
-    "triton": lambda q, k, v, *, causal, scale: TRITON.forward(q, k, v, causal, scale)[0],
+    "tiled": partial(call, TILED, return_lse=False),
+    "triton": partial(call, TRITON, return_lse=False),
 }
 
 

@@ -4,18 +4,23 @@
 2. verify    ranks share the check sums; a damaged folder is skipped with a warning
 3. compare   names, shapes, dtypes and options with the live model and optimizer
 4. read      into fresh tensors
-5. apply     the loader, which may refuse; then model, optimizer, generators
+5. apply     optimizer, model, loader, generators; what any rank refuses is undone on all
 
-Up to the last step nothing live has been touched, and the last one only copies.
+Up to the last step nothing live has been touched. What it changes in tensors is exchanged with the
+fresh ones, so that undoing needs no further memory.
 
 At another world size model and optimizer are the same; the loader's state is used if all ranks had
 the same one (as a global position is); a rank that took part in the save takes up its own random
 numbers, any further one goes on with those it was started with.
 """
 
+import contextlib
+import copy
 import os
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +28,9 @@ import torch
 from torch import nn
 
 from solution import comm
-from solution.checkpoint import folder, storage
+from solution.checkpoint import folder, save, storage
 from solution.checkpoint.folder import CheckpointError, together
 from solution.checkpoint.named import ModelTensors, OptimizerTensors, same
-from solution.checkpoint.save import PLAIN, Stateful, restore_random_state, with_tensors
 
 
 def load_checkpoint(
@@ -34,7 +38,7 @@ def load_checkpoint(
     *,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    loader: Stateful | None = None,
+    loader: save.Stateful | None = None,
     process_group: comm.Group = None,
 ) -> int:
     """Load the newest complete checkpoint below `directory`. All ranks call it.
@@ -74,7 +78,7 @@ def _damage(path: Path, group: comm.Group) -> str:
     """Return why a folder cannot be used, from this rank's part of the check; "" if it can."""
     try:
         if comm.rank(group) == 0:
-            storage.decode((path / PLAIN).read_bytes())
+            storage.decode((path / save.PLAIN).read_bytes())
         return storage.damage(path, part=comm.rank(group), of=comm.size(group))
     except Exception as error:  # bytes that make no sense raise whatever they happen to meet
         return f"{type(error).__name__}: {error}"
@@ -92,31 +96,52 @@ class _Loading:
     path: Path
     model: nn.Module
     optimizer: torch.optim.Optimizer
-    loader: Stateful | None
+    loader: save.Stateful | None
     group: comm.Group
 
     def run(self) -> None:
         """Steps 3 to 5 of the module's docstring."""
-        plain, own, named, moments, targets = together(
-            f"load {self.path}", self._compare, self.group
-        )
+        compared = together(f"load {self.path}", self._compare, self.group)
+        plain, own, named, moments, targets = compared
         together(
             f"read {self.path}",
             lambda: storage.read_tensors(targets, self.path, self.group) if targets else None,
             self.group,
         )
-        self._apply_loader(own)
+        undo: list[Callable[[], object]] = []
 
+        @torch.no_grad()
         def apply() -> None:
-            named.load(targets.get("model", {}), plain["objects"])
+            undo.append(partial(save.restore_random_state, save.random_state()))
+            undo.extend(  # a load gives it, and one inside of it, other dicts
+                partial(vars(each).update, {**vars(each)})
+                for each in (self.optimizer, *vars(self.optimizer).values())
+                if isinstance(each, torch.optim.Optimizer)
+            )
             moments.load(targets.get("optimizer", {}).get("state", {}), plain["optimizer"])
+            undo.append(partial(named.load, named.tensors, copy.deepcopy(named.objects)))
+            for name, live in named.tensors.items():
+                fresh, before = targets["model"][name], live.clone()
+                live.copy_(fresh)
+                undo.append(partial(live.copy_, fresh.copy_(before)))
+            named.load(named.tensors, plain["objects"])
+            if self.loader is not None:
+                undo.append(partial(self.loader.load_state_dict, self.loader.state_dict()))
+                self.loader.load_state_dict(own["loader"])
             if own["random"] is not None:
-                restore_random_state(own["random"])
+                save.restore_random_state(own["random"])
 
-        together(f"take over what it read from {self.path}", apply, self.group)
+        try:
+            together(f"take over what it read from {self.path}", apply, self.group)
+        except BaseException:
+            for put_back in reversed(undo):
+                # What refuses to be loaded may refuse this as well: it is as it was.
+                with contextlib.suppress(Exception), torch.no_grad():
+                    put_back()
+            raise
 
     def _compare(self) -> tuple[Any, dict[str, Any], ModelTensors, OptimizerTensors, Any]:
-        plain = storage.decode((self.path / PLAIN).read_bytes())
+        plain = storage.decode((self.path / save.PLAIN).read_bytes())
         # By flat names: "model.encoder.weight".
         sizes = dict(storage.read_metadata(self.path).state_dict_metadata)
         named = ModelTensors.of(self.model)
@@ -128,7 +153,7 @@ class _Loading:
         own = self._own(plain["ranks"])
         model = {n: torch.empty_like(t, requires_grad=False) for n, t in named.tensors.items()}
         targets = {"model": model, "optimizer": {"state": moments.empty(plain["optimizer"], sizes)}}
-        return plain, own, named, moments, with_tensors(targets)
+        return plain, own, named, moments, save.with_tensors(targets)
 
     def _own(self, encoded: list[bytes]) -> dict[str, Any]:
         """Return this rank's part of the states that each rank saved for itself."""
@@ -145,22 +170,6 @@ class _Loading:
                     f"ones; with them only {len(ranks)} ranks can go on"
                 )
         return own
-
-    def _apply_loader(self, own: dict[str, Any]) -> None:
-        """Some ranks' loaders may refuse: then those that did not are put back."""
-        before: list[Any] = []
-
-        def apply() -> None:
-            if self.loader is not None:
-                before.append(self.loader.state_dict())
-                self.loader.load_state_dict(own["loader"])
-
-        try:
-            together(f"take up the loader's place in {self.path}", apply, self.group)
-        except CheckpointError:
-            if self.loader is not None and before:
-                self.loader.load_state_dict(before[0])
-            raise
 
 
 def _model_mismatch(named: ModelTensors, sizes: dict[str, Any], objects: dict[str, Any]) -> str:

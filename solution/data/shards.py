@@ -32,6 +32,7 @@ HEADER_WORDS = 256
 HEADER_BYTES = HEADER_WORDS * 4
 MAX_TOKENS = 2**31 - 1  # the count is an int32
 NUM_IDS = 2**16  # a token is a uint16
+CHUNK = 2**22  # tokens that are checked at a time
 
 Tokens = npt.NDArray[np.uint16]
 
@@ -72,14 +73,14 @@ class Shard:
             )
         return np.frombuffer(data, dtype="<u2")
 
-    def check_vocabulary(self, vocab_size: int, *, chunk: int = 2**22) -> None:
+    def check_vocabulary(self, vocab_size: int) -> None:
         """Raise a ValueError if a model of `vocab_size` words cannot embed an id (1 G tokens/s).
 
         Raises:
             ValueError: names the first such id, its token index and its byte offset.
         """
-        for start in range(0, self.num_tokens, chunk):
-            tokens = self.read(start, min(chunk, self.num_tokens - start))
+        for start in range(0, self.num_tokens, CHUNK):
+            tokens = self.read(start, min(CHUNK, self.num_tokens - start))
             if tokens.max() < vocab_size:
                 continue
             index = start + int(np.argmax(tokens >= vocab_size))
@@ -223,7 +224,7 @@ def require_own_folder(folder: Path, names: str) -> list[Path]:
 def find_shards(folder: str | os.PathLike[str], split: str) -> list[Path]:
     """The shards of `split` ("train" or "val") in `folder`, in natural order of their names.
 
-    Only the file's own name decides: `/data/pretraining/x_val_000000.bin` is validation data.
+    A word of the file's own name decides: `/data/train/pretrain_val_000000.bin` is validation data.
 
     Raises:
         ValueError: no folder, or no such shard in it.
@@ -231,13 +232,13 @@ def find_shards(folder: str | os.PathLike[str], split: str) -> list[Path]:
     folder = Path(folder)
     if not folder.is_dir():
         raise ValueError(
-            f"{folder}: expected a folder with *{split}*.bin shards, found none; "
+            f"{folder}: expected a folder with *_{split}_*.bin shards, found none; "
             f"`python -m solution.data.prepare --out {folder}` makes one"
         )
-    found = [path for path in folder.glob("*.bin") if split in path.name]
+    found = [p for p in folder.glob("*.bin") if split in re.split(r"[^a-z]+", p.name)]
     if not found:
         raise ValueError(
-            f"{folder}: expected *{split}*.bin shards, found none among "
+            f"{folder}: expected *_{split}_*.bin shards, found none among "
             f"{sorted(path.name for path in folder.glob('*.bin'))}"
             + "; prepare with --val-fraction above 0, or train without --eval-every"
             * (split == "val")

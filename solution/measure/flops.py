@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
+from torch.utils.flop_counter import FlopCounterMode
 
+from solution.attention.flash import flops
 from solution.config import require, require_positive
 from solution.measure.memory import fake_twin
 
@@ -46,7 +47,8 @@ DEVICES = (
     Device("L40S", 362.05, 91.6),
     Device("L4", 121, 30.3),
     Device("A10", 125, 31.2),
-    Device("V100", 125, 15.7, has_bfloat16=False),
+    Device("V100 SXM2", 125, 15.7, has_bfloat16=False),
+    Device("V100 PCIE", 112, 14, has_bfloat16=False),
     Device("T4", 65, 8.1, has_bfloat16=False),
     Device("RTX 4090", 165.2, 82.6, without="Laptop"),
     Device("RTX 3090", 71, 35.6, without="Ti Laptop"),
@@ -68,10 +70,11 @@ def flops_per_token(model: nn.Module, *, sequence_length: int) -> int:
     with torch.random.fork_rng(), FakeTensorMode(allow_non_fake_inputs=True):
         twin = fake_twin(model, device="cpu")
         ids = torch.zeros(1, sequence_length, dtype=torch.int64)
-        # PyTorch has no formula for its fused attention on CPU, whose first arguments are q, k, v.
+        # PyTorch has no formula for its fused attention on CPU, and ours halve what is causal.
         fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        formula = {fused: lambda *shapes, **_: sdpa_flop_count(*shapes[:3])}
-        with torch.no_grad(), FlopCounterMode(display=False, custom_mapping=formula) as counter:
+        own = (getattr(torch.ops.trainspec, f"flash_attention_{x}") for x in ("tiled", "triton"))
+        in_full = dict.fromkeys((fused, *own), lambda q, k, *_, **__: flops(q, k, causal=False))
+        with torch.no_grad(), FlopCounterMode(display=False, custom_mapping=in_full) as counter:
             twin(ids)
     return 3 * counter.get_total_flops() // sequence_length
 

@@ -228,7 +228,7 @@ def measured_step(
             torch.cuda.synchronize()
             current = moment == "current"
             return torch.cuda.memory_allocated() if current else torch.cuda.max_memory_allocated()
-        return int(tracker.get_tracker_snapshot(moment)[ids.device]["Total"]) - ids.nbytes
+        return int(tracker.get_tracker_snapshot(moment)[ids.device]["Total"])
 
     training_loss(model, ids, dtype).backward()
     optimizer.step()

@@ -18,18 +18,11 @@ from torch.profiler import ProfilerActivity, _KinetoProfile, record_function
 WARM_UP = 3
 
 
-class ShortRunError(ValueError):
-    """There are fewer steps left than are needed to record those that were asked for."""
-
-
 class Recording:
     """The profiler over `num_steps` steps of one rank, perhaps none.
 
     Attributes:
         path: of this rank's trace, in a folder that is made when it is written.
-
-    Raises:
-        ValueError: there are traces in `folder` already, of any rank.
     """
 
     def __init__(self, folder: Path, rank: int, num_steps: int, device: torch.device) -> None:
@@ -39,13 +32,13 @@ class Recording:
         self._device = device
         kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
         self._profiler = _KinetoProfile(activities=kinds, record_shapes=True, profile_memory=True)
-        if num_steps:
-            require_free(folder, "rank*_trace.json*")
 
     def require(self, num_left: int) -> None:
-        """Raise a ShortRunError unless `num_left` steps are enough."""
+        """Raise a ValueError unless `num_left` steps are enough, and no rank's trace is there."""
+        if self.num_steps:
+            require_free(self.path.parent, "rank*_trace.json*")
         if self.num_steps and num_left < WARM_UP + self.num_steps:
-            raise ShortRunError(
+            raise ValueError(
                 f"expected at least {WARM_UP + self.num_steps} steps to record {self.num_steps} "
                 f"after {WARM_UP} of warm-up, got {num_left} that are left; ask for more steps or "
                 "fewer profile_steps"

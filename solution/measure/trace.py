@@ -8,7 +8,7 @@
     idle                                    ..      ...............  neither
 
 Each line is a union of intervals: nested operators and concurrent kernels count once. So compute +
-exposed + idle is the step, always. `spec_tests/contract/measure.py` (`SummarizeTrace`) defines what
+exposed + idle is the step, always. `summarize_trace` in `spec_tests/contract/measure.py` says what
 computes and what communicates; in short: kernels and nccl kernels on a GPU, operators and gloo's
 annotations on a CPU. The latter are times of the host and include the profiler's own cost. Waiting
 for slower ranks counts as communication on both.

@@ -10,7 +10,8 @@ Steps
        parameter name (a sharded optimizer has them on their owner alone).
     2. The first rank writes; all ranks learn whether it could, and raise together.
     3. Load: the first rank picks the highest step; all read it, check names and shapes before any
-       change, restore. Generators are restored if the number of ranks is the same.
+       change, restore, the loader first: it may refuse. Generators are restored if the number of
+       ranks is the same.
 
 Use
     save_checkpoint("run", step=3, model=model, optimizer=optimizer)
@@ -113,9 +114,9 @@ def load_checkpoint(directory: Any, *, model: nn.Module, optimizer: Any, loader:
         raise RuntimeError(f"expected a checkpoint in {directory}, found none")
     state = torch.load(path, weights_only=True)
     require_fit(bare(model), state["model"])
-    restore_model(bare(model), state["model"])
-    restore_optimizer(model, optimizer, state["optimizer"])
     restore_rank(state["ranks"], loader)
+    restore_optimizer(model, optimizer, state["optimizer"])
+    restore_model(bare(model), state["model"])
     loaded: int = state["step"]
     return loaded
 

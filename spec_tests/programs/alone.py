@@ -298,7 +298,6 @@ class Alone(Machine):
                 p.neg_()
 
     def full(self) -> Named:
-        """Return the full weights."""
         return {name: p.detach().clone() for name, p in self.named}
 
     def freeze(self, number: str, requires_grad: bool = False) -> None:

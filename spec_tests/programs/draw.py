@@ -16,15 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 
 from spec_tests.programs import declared, law, seeds, shrink
-from spec_tests.programs.calls import (
-    VERBS,
-    Call,
-    Program,
-    State,
-    after,
-    next_state,
-    parsed,
-)
+from spec_tests.programs.calls import VERBS, Call, Program, State, after, next_state, parsed
 from spec_tests.programs.scene import (
     AXES,
     AXES_OF,

@@ -23,22 +23,23 @@ from spec_tests.programs.calls import VERBS, Program, State, after, parsed, spel
 from spec_tests.programs.faults import FAULTS, RIGHT
 from spec_tests.programs.laws import refusal
 from spec_tests.programs.pieces import put_together
-from spec_tests.programs.scene import AXIS_OF, OPTIMIZER, REPLICAS, SHARDS, TRAINERS, Scene
-from spec_tests.programs.stepped import ADDED, Deaf, Divided, Stepped
+from spec_tests.programs.scene import AXES, AXIS_OF, OPTIMIZER, REPLICAS, SHARDS, TRAINERS, Scene
+from spec_tests.programs.stepped import ADDED, WRONG, Divided, Stepped
 from spec_tests.programs.ways import WAYS
-from spec_tests.programs.words import MEANS
+from spec_tests.programs.words import MEANS, SETTINGS
 from spec_tests.rig import judge
 from spec_tests.rig.judge.oracle import Gradients, Named, once, parameters, zeros_for_none
 from spec_tests.rig.judge.symptoms import Hint
 from spec_tests.rig.judge.tolerance import Tolerance, exact, rounding
 from spec_tests.rig.ranks.rank import Context
 from spec_tests.rig.ranks.world import World
+from spec_tests.rig.toys import TOYS
 
 LOOKS = ("sent", "afterwards", "form")
 """The observers, see `look`."""
 SENT = {"sent", "silent"}
 """Observers of what calls send: how much, which `production` bounds, or only whether they may."""
-DEAF = "a change of `param_groups` is not followed: the inner optimizer has its own options"
+TURNED = "an update or a write was left out or came twice: each turns the sign"
 RATIOS = ("summed", "divided-twice")
 """Faults that are known by the ratio of what is seen to what is right."""
 EXACT = ("sgd", "momentum", "counts-steps", "counts-later")
@@ -77,8 +78,17 @@ def in_words(situation: str) -> str:
     scene, program = read(situation)
     called = dict.fromkeys(name for name, *_ in program)
     means = {key.split()[0]: f"{key}: {words}" for key, words in MEANS.items()}
-    said = [f"{AXIS_OF[word]} {word}" for word in str(scene).split()]
+    said = [_setting(word) for word in str(scene).split()]
     return "; ".join([*said, *(means[name] for name in called)])
+
+
+def _setting(word: str) -> str:
+    """Return what a word of a scene is: of a toy what its class says of itself."""
+    axis, means = AXIS_OF[word], SETTINGS.get(word)
+    if means is None and axis == "toy":
+        model: Any = TOYS[AXES[axis][word].value[0]].model
+        means = str(getattr(model, "func", model).__doc__).partition("\n")[0].rstrip(".").lower()
+    return f"{word}: {means}" if means else f"{axis} {word}"
 
 
 def follow(
@@ -239,13 +249,18 @@ def judge_values(ranks: Sequence[Any], subject: str, situation: str) -> None:
             at(number),
             within=CLIPPED if call.startswith("clip") else within,
             quantity=SHOWS.get(call.split()[0], gradient) + place,
-            hints=[
+            hints=[Hint(TURNED, partial(_turned, partial(at, number)))][: "step" in call]
+            + [
                 Hint(fault.means, partial(at, number, name))
                 for name, fault in FAULTS.items()
                 if name not in RATIOS
             ],
             given=judge.SITUATION.get().given or situation,
         )
+
+
+def _turned(shows: Callable[[], list[Any]]) -> list[Any]:
+    return [{name: None if t is None else -t for name, t in rank.items()} for rank in shows()]
 
 
 def _reduces_again(program: Program, scene: Scene, subject: str, size: int) -> bool:
@@ -266,8 +281,10 @@ def judge_updates(
     __tracebackhide__ = True
     scene, program = read(situation)
     alone = once(("stepped", situation), lambda: Stepped(scene).follow(program))
-    deaf = partial(once, ("deaf", situation), lambda: Deaf(scene).follow(program))
-    wrong = {DEAF: deaf, **(wrong or {})}
+    wrong = {
+        means: partial(once, (means, situation), partial(_followed, kind, scene, program))
+        for means, kind in WRONG.items()
+    } | dict(wrong or {})
     never = once(("never", situation), lambda: Stepped(scene).weights())
     before = never
 
@@ -293,6 +310,10 @@ def judge_updates(
                 given=judge.SITUATION.get().given or situation,
             )
         before = weights
+
+
+def _followed(kind: type[Stepped], scene: Scene, program: Program) -> Any:
+    return kind(scene).follow(program)
 
 
 def within_steps(scene: Scene, dtype: torch.dtype, depth: int) -> Tolerance:

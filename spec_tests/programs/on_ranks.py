@@ -68,6 +68,7 @@ class OnRank(Machine):
         if scene.word("entrance") == "compiled-whole":
             self.called = torch.compile(self.wrapped, backend="aot_eager")
         self.hold()
+        self.trained = [parameter.requires_grad for parameter in self.held]
         for part in (self.wrapped, self.module):
             if isinstance(part, nn.Module):  # courses' wrappers are none
                 part.train(scene["mode"])
@@ -143,7 +144,6 @@ class OnRank(Machine):
             yield
 
     def finish_backward(self) -> None:
-        """End a backward."""
         self.ctx.impl.finish_gradient_synchronization(self.wrapped)
 
     def named(self) -> list[tuple[str, Any]]:
@@ -246,8 +246,10 @@ class OnRank(Machine):
 
     def nested(self, one: str, other: str) -> None:
         with self.quietly():
-            with self.quietly():
+            with contextlib.suppress(PlantedError), self.quietly():
                 self.loss(one).backward()
+                if int(one) % 2:
+                    raise PlantedError
             self.loss(other).backward()
 
     def leave(self) -> None:
@@ -365,10 +367,9 @@ class OnRank(Machine):
         self.zero_grad("none")
         for name, value in self.buffers.items():
             self.module.get_buffer(name).copy_(value)
-        frozen = self.scene.frozen() or frozenset()
-        for number, parameter in enumerate(self.held):
-            if parameter.requires_grad is (number in frozen):
-                parameter.requires_grad_(number not in frozen)
+        for parameter, trains in zip(self.held, self.trained, strict=False):
+            if parameter.requires_grad is not trains:
+                parameter.requires_grad_(trains)
 
     def another_lives(self) -> None:
         """Another model is wrapped, trained for a step and dropped."""

@@ -185,6 +185,7 @@ class OneProcess:
             "divides-by-two": self.size / 2,
             "divides-twice": 1 / self.accumulation,
             "divides-ranks-twice": 1 / self.size,
+            "divides-by-accumulation": count / self.size / self.accumulation,
             "own-alone": self.size,
         }
         summed = self.size if self.declares.get("gradient") == "sum" else 1
@@ -194,7 +195,9 @@ class OneProcess:
         """Clip, in the right world after all micro-batches, in a wrong one after each."""
         is_due = (self.fault == "clips-each") is (fault == "clips-each")
         if is_due and self.max_norm is not None and self.fault != "unclipped":
-            nn.utils.clip_grad_norm_(self.module.parameters(), self.max_norm)
+            is_once = self.fault != "clips-tied-twice"
+            named = self.module.named_parameters(remove_duplicate=is_once)
+            nn.utils.clip_grad_norm_([p for _, p in named], self.max_norm)
 
     def _fill(self) -> None:
         """Zeros where nothing arrived, if that is what the implementation declares."""
@@ -243,11 +246,13 @@ FAULTS = {
     "sums-micro-batches": "gradients of the micro-batches are summed and not averaged",
     "divides-twice": "divided by the number of micro-batches twice",
     "divides-ranks-twice": "divided by the number of ranks twice",
+    "divides-by-accumulation": "divided by `accumulation`, whatever the number of micro-batches",
     "divides-by-two": "divided by 2, whatever the number of ranks",
     "last-micro-batch": "the last micro-batch alone: the earlier ones were lost",
     "first-rank": "the first rank's micro-batches alone",
     "unclipped": "not clipped",
     "clips-each": "clipped after every micro-batch and not once per step",
+    "clips-tied-twice": "clipped by a norm in which a tied weight counts under each of its names",
     "fills": "weight decay or momentum was applied to a parameter without a gradient",
     "never-clears": "gradients of the steps before are still in it: they were not cleared",
     "own-start": "trained from the rank's own weights, and not from the first rank's",

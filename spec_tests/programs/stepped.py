@@ -43,7 +43,6 @@ class Stepped(Machine):
         self.saved: Any = None
 
     def made(self, groups: Any, kind: type[torch.optim.Optimizer], **options: Any) -> Any:
-        """Return the optimizer."""
         return kind(groups, **options)
 
     def state(self) -> dict[str, Any]:
@@ -51,7 +50,6 @@ class Stepped(Machine):
         return self.optimizer.state_dict()  # type: ignore[no-any-return]  # of a plain one
 
     def weights(self) -> Named:
-        """Return the weights."""
         return {name: p.detach().clone() for name, p in self.parameters.items()}
 
     def deal(self, micro: str, whose: str) -> None:
@@ -131,6 +129,49 @@ class Deaf(Stepped):
 
     def decay(self) -> None:
         """Leave the weight decay as it is."""
+
+
+class Merging(Stepped):
+    """A wrong one: a load leaves state where the loaded dict has none."""
+
+    def load(self, how: str) -> Named:
+        before = dict(self.optimizer.state)
+        found = super().load(how)
+        for parameter, entry in before.items():
+            self.optimizer.state.setdefault(parameter, entry)
+        return found
+
+
+class Copying(Stepped):
+    """A wrong one: it steps from copies of the weights that it made after its last step."""
+
+    copies: list[torch.Tensor] | None = None
+
+    def update(self) -> Named:
+        for parameter, copied in zip(self.held, self.copies or self.held, strict=True):
+            parameter.data.copy_(copied)
+        found = super().update()
+        self.copies = [parameter.detach().clone() for parameter in self.held]
+        return found
+
+
+class Filling(Stepped):
+    """A wrong one: a parameter without a gradient gets zeros, as in one flat tensor."""
+
+    def update(self) -> Named:
+        for parameter in self.parameters.values():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        return super().update()
+
+
+WRONG: dict[str, type[Stepped]] = {
+    "a change of `param_groups` is not followed: the inner optimizer has its own options": Deaf,
+    "a load keeps the state of what the loaded dict has no state for": Merging,
+    "weight decay or momentum was applied to a parameter without a gradient": Filling,
+    "a copy of the weights was updated, and put over what had been written to them": Copying,
+}
+"""Wrong ones by what they mean."""
 
 
 class Forgetful(Stepped):

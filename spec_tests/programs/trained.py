@@ -215,7 +215,6 @@ class OnRank(Run):
         return self._interrupted(lambda: self.trainer.step(batches))
 
     def fails_backward(self, micro: str, layer: str) -> Named:
-        """The same in its backward."""
         return self.fails(micro, layer, "backward")
 
     def fails_evaluating(self, micro: str) -> Named:

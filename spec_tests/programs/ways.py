@@ -11,10 +11,16 @@ import torch
 from torch import nn
 
 from spec_tests.programs.alone import SEED, shape_of
+from spec_tests.programs.calls import Program
+from spec_tests.programs.machine import Watching
 from spec_tests.programs.on_ranks import OnRank
 from spec_tests.programs.pieces import exact
 from spec_tests.programs.units import having, lists_of, parameters_of_units
 from spec_tests.rig.judge.oracle import Gradients, Named
+from spec_tests.rig.target import NotOfferedError
+
+NUMBERED = ("freeze", "thaw", "step_one")
+"""Calls that concern a parameter by its number."""
 
 
 class Replicas(OnRank):
@@ -45,10 +51,42 @@ class Replicas(OnRank):
 
 
 class Whole(OnRank):
-    """`fsdp`: how parameters are represented is open, so gradients are read from an update."""
+    """`fsdp`: how parameters are represented is open, so gradients are read from an update.
+
+    Attributes:
+        packs: a parameter carries several of the plain model's, so that it has no number.
+    """
+
+    packs = False
 
     def wrap(self) -> Any:
         return self.ctx.impl.fsdp(self.module)
+
+    def parameters(self) -> list[Any]:
+        found = super().parameters()
+        own = {n.removeprefix("module."): p for n, p in self.wrapped.named_parameters()}
+        if own.keys() >= {*self.names}:
+            return found
+        carried = [self._carried_by(parameter) for parameter in found]
+        self.packs = any(len(numbers) > 1 for numbers in carried)
+        order = sorted(range(len(found)), key=lambda n: min(carried[n], default=len(self.names)))
+        return [found[n] for n in order]
+
+    @torch.no_grad()
+    def _carried_by(self, parameter: Any) -> list[int]:
+        """Return the numbers of the plain parameters that turn with this one."""
+        before = self.full()
+        parameter.neg_()
+        after = self.full()
+        parameter.neg_()
+        names = enumerate(self.names)
+        return [n for n, name in names if name in after and (after[name] != before[name]).any()]
+
+    def follow(self, program: Program, watching: Watching = contextlib.nullcontext) -> Any:
+        numbered = [c for c in program if c[0] in NUMBERED or c[1:] == ("one-parameter",)]
+        if self.packs and (numbered or self.optimizers[1:]):
+            raise NotOfferedError("not offered: a parameter for each of the plain model's")
+        return super().follow(program, watching)
 
     def full(self) -> Named:
         found = self.ctx.impl.full_parameters(self.wrapped)

@@ -16,6 +16,18 @@ judged separately (the case's `subject`); `needs` names further functions that m
 `source` begins with the promises that the clause judges, see `spec_tests/contract/promises.py`.
 `clauses` sets the defaults of a file, once, at its head. Levels and outcomes are described in
 `spec_tests/rig/outcomes.py`.
+
+A clause whose test is one call of a law is a row, of one situation or of several with their names:
+
+    holds = rows(clause, same_as_alone)
+
+    test_mean = holds(
+        "ddp.gradients.mean",
+        "Every rank MUST hold the mean over ranks of the local gradients.",
+        # Why it matters, what goes wrong in practice, what it does not promise.
+        {"odd": "ragged: backward 0", "tied": "tied: backward 0"},
+        source="contract: mean-gradient; Li et al. 2020, section 3.2.1",
+    )
 """
 
 from __future__ import annotations
@@ -24,11 +36,14 @@ import functools
 import inspect
 import itertools
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, TypeVar
+
+import pytest
 
 from spec_tests.contract import FUNCTIONS, promises
 from spec_tests.rig.outcomes import LEVELS, Strength
@@ -173,6 +188,37 @@ def clause(
 def clauses(**defaults: Any) -> Callable[..., Callable[[_Test], _Test]]:
     """Return `clause` with the defaults of one file; a clause overrides what differs."""
     return functools.partial(clause, **defaults)
+
+
+def rows(declare: Callable[..., Any], law: Callable[..., None]) -> Callable[..., Any]:
+    """Return a function that declares a clause whose test is one call of a law.
+
+    Args:
+        declare: `clause`, with the defaults of the file.
+        law: called with world, subject, situation and those options of the row that `clause` lacks.
+    """
+    of_law, of_clause = inspect.signature(law), inspect.signature(clause).parameters
+
+    def row(id: str, sentence: str, situation: Any, **options: Any) -> Any:
+        """Declare a clause for one situation, or for several by the names of their cases."""
+        how = {name: options.pop(name) for name in options.keys() - of_clause.keys()}
+        of_law.bind("world", "subject", situation, **how)  # a TypeError now, not in a run
+        cases = situation if isinstance(situation, Mapping) else None
+        test: Any = (
+            (lambda world, subject: law(world, subject, situation, **how))
+            if cases is None
+            else (lambda world, subject, situation: law(world, subject, situation, **how))
+        )
+        # The test is where the row is: for the ledger, messages and tracebacks.
+        caller = sys._getframe(1)
+        place = {"co_filename": caller.f_code.co_filename, "co_firstlineno": caller.f_lineno}
+        test.__code__ = test.__code__.replace(**place, co_name=id)
+        test.__module__, test.__name__, test.__doc__ = caller.f_globals["__name__"], id, sentence
+        if cases is not None:
+            test = pytest.mark.parametrize("situation", [*cases.values()], ids=[*cases])(test)
+        return declare(id, **options)(test)
+
+    return row
 
 
 def clause_of(test: object) -> Clause | None:

@@ -24,8 +24,8 @@ from spec_tests.rig.report.text import several
 # `data`, `numbers`, `reduction`, `replayed` and `traffic` register norms.
 from spec_tests.watch import compare, data, numbers, reduction, replayed, traffic  # noqa: F401
 from spec_tests.watch.norm import STEP_CHECKS, Finding, is_must
-from spec_tests.watch.run import Rank, Run, Step
-from spec_tests.watch.verdict import APART, ORDER, Verdict, as_advice, causes_of
+from spec_tests.watch.run import Rank, Run, Step, no_replicas
+from spec_tests.watch.verdict import APART, ORDER, Verdict, causes_of
 
 BOOT = Path(__file__).parent / "boot"
 _GRACE_SECONDS = 3.0
@@ -83,7 +83,9 @@ class Agent:
                 for each in list(self._peers):
                     self._close(each)
                 self._selector.close()
-            return child.wait()
+            status = int(child.wait())
+            # Ranks that were ended after --steps may have failed those that never step.
+            return 0 if any(rank.is_done for rank in self.run.ranks.values()) else status
 
     def start(self, command: Sequence[str], environment: dict[str, str]) -> Any:
         """Start the command; returns what can be polled, waited for and stopped."""
@@ -176,7 +178,7 @@ class Agent:
                 self._report(self._judge(step))
             return ()
         if kind in ("end", "done"):
-            rank.has_ended = True
+            rank.has_ended, rank.is_done = True, kind == "done"
             rank.forwards += event.get("forwards", 0)
             if kind == "done":
                 peer.connection.sendall(b"!")
@@ -245,6 +247,9 @@ class Agent:
     def _looks_blocked(self, now: float) -> bool:
         """Look for a hang; returns whether the command is to be ended for it."""
         try:
+            alive = [rank for rank in self.run.ranks.values() if rank.is_alive]
+            if any(rank.is_done for rank in self.run.ranks.values()):
+                return traffic.all_wait(alive, now, self._options.patience)  # for what was ended
             self._look_for_hang(now)
             return self._is_blocked_by_a_mismatch(now)
         except Exception as error:  # the script goes on, and so does its judge
@@ -286,16 +291,17 @@ class Agent:
         """Return what was found, when the command has ended with status `own`."""
         run = self.run
         if own == 0:  # started again by torchrun, or killed to show that a run can be resumed
-            earlier, last = self.findings[: self._went_on], self.findings[self._went_on :]
-            words = "the command went on and ended with 0"
-            ended = [as_advice(f, words) if f.norm == "watch.run.ends" else f for f in earlier]
-            self.findings = [*ended, *last]
+            earlier = [f for f in self.findings[: self._went_on] if f.norm == "watch.run.ends"]
+            self._doubt(earlier, "the command went on and ended with 0")
         if not self._was_stopped:
             self._report_end(run)
-        if run.averaged:
-            words = "ranks train alone and average their weights now and then: before step "
-            words += f"{min(run.averaged.values())} weights were made equal, to those of no rank"
-            self.findings = [as_advice(f, words) if f.norm in APART else f for f in self.findings]
+        if run.mixed:
+            words = "right if ranks are meant to exchange weights in place of gradients, as they "
+            words += f"did before {run.mixed}"
+            self._doubt([f for f in self.findings if f.norm in APART], words)
+        if run.doubt and not run.groups:  # a message that came after the first findings
+            early = [f for f in self.findings if f.needs_replicas and not f.is_advice]
+            self._doubt(early, no_replicas(run.doubt))
         steps = self._steps + max(run.steps_taken().values(), default=0)
         unseen = list(dict.fromkeys(run.notes))
         status = int(any(self._options.strict or is_must(each) for each in self.findings))
@@ -308,6 +314,12 @@ class Agent:
             parts, compared = compare.compare(run.records, self._options.compare)
         found = causes_of(self.findings)
         return Verdict(status or int(parts), found, steps, ranks, unseen, run.replayed, compared)
+
+    def _doubt(self, found: Sequence[Finding], likely: str) -> None:
+        """Turn some of the findings into advice."""
+        for index, each in enumerate(self.findings):
+            if each in found:
+                self.findings[index] = dataclasses.replace(each, likely=likely, is_advice=True)
 
     def _why_nothing(self, own: int) -> str:
         if self.moved_to:

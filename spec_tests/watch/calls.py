@@ -14,7 +14,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from .guard import Current, observe, outwards, quiet, watching
-from .layout import is_dtensor, local_of
+from .layout import fingerprint, is_dtensor, local_of
 from .link import script_line, script_path
 from .window import KEPT, Window
 
@@ -222,6 +222,7 @@ def _weighed(
     if not is_loss or target.is_floating_point():
         return
     loss = _keep(probe, (target != ignore_index).sum(), reduction, result)
+    loss["target"] = fingerprint(target, is_mixed=True)
     node: Any = result.grad_fn
     node.metadata[_LOSS] = loss
     result.register_hook(functools.partial(_weigh, loss))
@@ -229,7 +230,7 @@ def _weighed(
 
 def _keep(probe: Any, tokens: Tensor | None, of: str, value: Tensor) -> dict[str, Any]:
     """Keep a loss; what it weighs is known when its gradient arrives."""
-    loss = {"tokens": tokens, "weight": None, "of": of, "task": 0}
+    loss = {"tokens": tokens, "weight": None, "of": of, "task": 0, "target": None}
     # A mean by hand may be one of several losses; tokens are of one, on whatever line it is called.
     place = script_line()
     loss |= {"place": place, "path": place if tokens is not None else script_path()}

@@ -71,9 +71,8 @@ def compare(ours: list[Record], theirs: list[Record]) -> tuple[bool, str]:
         now: dict[str, float] = {}
         for kind, of, a, b, off in _differences(mine, other):
             if off > max(rounding, _GROWTH * worst.get(kind, 0.0)):
-                step = f"step {mine['at'][1]}" + f" of optimizer {mine['at'][0]}" * bool(
-                    mine["at"][0]
-                )
+                number, at = mine["at"]
+                step = f"step {at}" + f" of optimizer {number}" * bool(number)
                 found = f"{kind}{of} {_shown(a)} against {_shown(b)}"
                 return True, f"the first difference beyond rounding: {step}, {found}{_agree(worst)}"
             now[kind] = max(now.get(kind, 0.0), off)

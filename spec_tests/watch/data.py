@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from spec_tests.watch.norm import Finding, rank_norm, step_norm
-from spec_tests.watch.run import Event, Step
+from spec_tests.watch.run import Event, Step, unequal
 
 _DDP = "docs.pytorch.org/docs/stable/notes/ddp.html"
 _DOCS = "docs.pytorch.org/docs/stable/data.html#torch.utils.data"
@@ -32,16 +32,39 @@ def batches_distinct(step: Step) -> Iterator[Finding]:
         roots = {forward["root"] for forward in step.events[rank]["forwards"]}
         are_tokens = any(dtype.startswith(("int", "uint")) for b in same[:1] for _, dtype, _ in b)
         is_one = len(roots) == 1 and are_tokens
-        if same and (len(same) == len(ours) or is_one):
+        if not same or not (len(same) == len(ours) or is_one):
+            continue
+        is_sure = _compare_with_the_same(step, (rank, first), len(same) == len(ours))
+        if is_sure is not False:
+            likely = "the loader does not know the rank: no DistributedSampler, no offset, one seed"
             yield step.finding(
                 rank,
                 f"expected a batch of its own, got the inputs of rank {first} in {len(same)} of "
                 f"the step's {len(ours)} micro-batches",
                 place=step.events[rank]["forwards"][0]["place"],
-                likely="the loader does not know the rank: no DistributedSampler, no offset, one "
-                "seed",
+                likely=likely + "; right if its targets are others" * (is_sure is None),
+                is_advice=is_sure is None,
                 needs_replicas=True,
             )
+
+
+def _compare_with_the_same(step: Step, ranks: tuple[int, int], is_whole: bool) -> bool | None:
+    """Return whether two ranks compare outputs with the same targets; None where that is unknown.
+
+    They have others for their own nodes of one graph, their own views of one scene.
+
+    Args:
+        is_whole: all micro-batches of the step have the same inputs.
+    """
+    mine, theirs = ({x["target"] for x in step.events[r]["losses"]} - {None} for r in ranks)
+    if mine and theirs:
+        return not mine.isdisjoint(theirs)
+    one, other = (step.events[rank]["loss"] for rank in ranks)
+    if not is_whole or None in (one, other) or math.isclose(one, other, rel_tol=1e-3):
+        return True
+    # What differs comes from targets, unless it is drawn, or of other weights.
+    is_drawn = any(f["drops"] for rank in ranks for f in step.events[rank]["forwards"])
+    return None if is_drawn or any(unequal(step, "before", every=True)) else False
 
 
 @step_norm("watch.batches.not-repeated", source=_SAMPLER)
@@ -142,8 +165,8 @@ def buffers_equal(step: Step) -> Iterator[Finding]:
                     f"{len(wanted)} buffers)",
                     wrong[0],
                     place=ours["place"],
-                    likely="running statistics are each rank's own: broadcast them, or use "
-                    "SyncBatchNorm"
+                    likely="each rank updates it by its own batches, as running statistics: "
+                    "reduce or broadcast it (SyncBatchNorm, broadcast_buffers=True)"
                     if is_old
                     else "they begin unequal: each rank made its own, and nothing broadcast them",
                 )

@@ -99,6 +99,7 @@ def observe(
             end(result, *arguments, **keywords)
         return result
 
+    vars(observed)["__prepare_scriptable__"] = lambda: original  # for `torch.jit.script`
     for owner in owners:
         setattr(owner, name, observed)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -52,6 +52,7 @@ class Known:
 
     Attributes:
         name: in a module that was called at the top, or "".
+        owner: the module that has it, if that is called at the top, or within.
         kind, ranks: as of an `Entry`, of a parameter that is no DTensor.
         wrapper: the DistributedDataParallel that has it.
         is_fsdp: whether a unit of FSDP2 has it.
@@ -61,6 +62,7 @@ class Known:
 
     parameter: weakref.ref[Tensor]
     name: str = ""
+    owner: Callable[[], nn.Module | None] = lambda: None
     kind: str = "plain"
     ranks: tuple[int, ...] = ()
     wrapper: weakref.ref[Any] | None = None
@@ -137,7 +139,7 @@ class Names:
         full = ".".join(filter(None, (labels[id(owner)], name)))
         known = self.of(of)
         self.count += not known.name
-        known.name = known.name or full
+        known.name, known.owner = known.name or full, weakref.ref(owner)
         if is_shard:
             self.shards[id(owner), name] = (full, weakref.ref(of))
 

@@ -40,6 +40,7 @@ class Finding:
         is_advice: reported, and without weight for the exit status.
         is_first: an exception that no other rank caused: what came with it follows from it.
         at: when it was seen, in the agent's seconds.
+        needs_replicas: right if ranks are no replicas, which the run may show later.
     """
 
     norm: str
@@ -52,6 +53,7 @@ class Finding:
     is_advice: bool = False
     is_first: bool = False
     at: float = 0.0
+    needs_replicas: bool = False
 
 
 Check = Callable[..., Iterator[Finding]]

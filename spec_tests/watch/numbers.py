@@ -255,19 +255,15 @@ def loss_weights(step: Step) -> Iterator[Finding]:
     before = step.run.weights.setdefault(step.optimizer, (step.number, count, each))
     is_mean = all(x["of"] != "sum" for e in step.events.values() for x in e["losses"])
     if is_mean and count != before[1] and all(_is(w / before[2], 1) for w in weights[rank]):
-        words = (
-            f"{count} micro-batches weigh {each:.3g} each and {count * each:.3g} together, while "
-        )
-        words += f"{before[1]} in step {before[0]} weighed {before[1] * before[2]:.3g}"
+        words = f"{count} micro-batches weigh {each:.3g} each and {count * each:.3g} together, "
+        words += f"while {before[1]} in step {before[0]} weighed {before[1] * before[2]:.3g}"
         likely = "the loss is divided by a constant, not by the number of micro-batches of this "
         likely += "update (the end of an epoch, or what it left over)"
     elif is_mean and count > 1 and all(_is(w, 1) for of in weights.values() for w in of):
-        words = (
-            f"each of {count} micro-batches weighs 1, so that the update is {count} times their "
-        )
-        words += "mean"
-        likely = f"the loss is not divided by {count}; right if the learning rate is meant for the "
-        likely += "sum"
+        words = f"each of {count} micro-batches weighs 1, so that the update is {count} times "
+        words += "their mean"
+        likely = f"the loss is not divided by {count}; right if the gradients are, or if the rate "
+        likely += "is meant for the sum"
     else:
         words, likely = _divided_twice(step, weights)
     if words:
@@ -306,10 +302,8 @@ def _divided_twice(step: Step, weights: dict[int, list[float]]) -> tuple[str, st
     if not (averages and is_whole and _is(sum(map(sum, weights.values())), 1)):
         return "", ""
     words = f"the losses of an update weigh {1 / len(events):.3g} on each rank, where a mean "
-    likely = (
-        "the loss is divided by the number of ranks, and DDP's mean divides it again; right if "
-    )
-    return f"{words}weighs 1", f"{likely}it is scaled on purpose"
+    likely = "the loss is divided by the number of ranks, and DDP's mean divides it again; right "
+    return f"{words}weighs 1", f"{likely}if it is scaled on purpose"
 
 
 def _is(value: float, wanted: float) -> bool:

@@ -261,7 +261,7 @@ class Probe:
         rank = dist.get_rank() if dist.is_initialized() else 0
         path = Path(self.options["scratch"]) / f"optimizer{watched.number}-rank{rank}.pt"
         if not recordings:
-            return {"reason": "no forward was seen"}
+            return {"reason": "no forward was seen of a model whose parameters it holds"}
         return finish(recordings, watched, path)
 
     def _forget(self, watched: Watched) -> None:
@@ -280,7 +280,7 @@ class Probe:
         held = set().union(*(each.ids for each in self.optimizers.values()))
         built = {id(p) for each in self.built for g in each.param_groups for p in g["params"]}
         held |= built if steps < EARLY else set()
-        known = {key: k for key, k in self.names.known.items() if key not in held and k.name}
+        known = {key: k for key, k in self.names.known.items() if key not in held and k.owner()}
         named = [(key, k.name, k.parameter()) for key, k in known.items()]
         loose = [
             (key, name)
@@ -360,6 +360,7 @@ class Probe:
         event["feed"] = loading.fields(self.window.feed)
         event["unheld"] = self.window.unheld(self.names, self.optimizers.values(), watched.steps)
         event = plain(event)
+        watched.is_written = watched.last not in ([], event["before"])
         watched.last = event["before"]
         watched.factors = [self.factors.pop(id(p), 1) / event["scale"] for p in watched.parameters]
         event["replay"] = self.replay(watched)
@@ -405,7 +406,7 @@ class Probe:
         bad = watched.event["bad"]
         bad["after"] = watched.not_finite() if bad["grads"] else []
         link = self.connect()
-        link.send_collectives(unless_recent=watched.steps > 3)
+        link.send_collectives(unless_recent=watched.steps > 3 and not watched.is_written)
         link.send("step", **watched.event, after=after, moved=moved)
         self.compared.clear()
         if watched.steps == self.options["steps"]:

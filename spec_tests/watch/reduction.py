@@ -23,7 +23,7 @@ def holds_the_model(step: Step, rank: int, event: Event) -> Finding | None:
     everywhere = set.intersection(*({*each["loose"][0]} for each in step.events.values()))
     loose, stray, idle = event["loose"]
     loose = [name for name in loose if name in everywhere or stray]
-    if not loose:
+    if not loose or _are_copied(step, rank, event):
         return None
     text = "expected an optimizer to hold it, got none that does"
     text += f" ({len(loose)} such parameters have gradients)" if len(loose) > 1 else ""
@@ -38,6 +38,14 @@ def holds_the_model(step: Step, rank: int, event: Event) -> Finding | None:
     is_advice = not stray and any(g is not None for g in event["grads"])
     is_advice = is_advice or loose[0] in idle
     return step.finding(rank, text, loose[0], likely=likely, is_advice=is_advice)
+
+
+def _are_copied(step: Step, rank: int, event: Event) -> bool:
+    """Return whether an optimizer steps copies of the model's parameters, or a shard of them."""
+    sizes = {True: 0, False: 0}
+    for entry, grad in zip(step.layout(rank), event["grads"], strict=True):
+        sizes[entry["is_held"]] += 0 if grad is None else math.prod(entry["shape"])
+    return 0 < sizes[False] * step.run.world >= event["distinct"] - sizes[True]
 
 
 @rank_norm("watch.reduction.no-sync", source=_DDP)
@@ -170,6 +178,7 @@ def gradients_equal(step: Step) -> Iterator[Finding]:
     micro_batches, likely = _reduced_ones(step, rank)
     if all(e["reduced"] == 0 and e["is_complete"] for e in step.events.values()):
         likely = "nothing was reduced in this step"
+        likely += "; right if ranks average their weights later" * (found[0][0] not in ddp)
     if lacks and not likely:
         likely = f"rank {lacks[0]} did not use the parameter"
     gone = [r for r in values if step.events[r]["joined"]]
@@ -220,6 +229,8 @@ def replicas_begin_equal(step: Step) -> Iterator[Finding]:
     names = {each[0] for each in found}
     added = _added(step, names)
     reduces = _are_reduced(step, names)
+    if not reduces and not any(e["is_held"] and e["name"] in names for e in step.layout(rank)):
+        return  # no module's, such as a shard that this rank updates
     is_meant = "; right if each rank is to train a model of its own" * step.is_alone
     ask = step.ask(_unwrapped(step, names) or _ALONE + is_meant)
     yield step.finding(
@@ -283,13 +294,14 @@ def _are_reduced(step: Step, names: set[str]) -> bool:
 def replicas_equal(step: Step) -> Iterator[Finding]:
     """Replicated parameters MUST be equal on all ranks after an optimizer step."""
     found = list(unequal(step, "after"))
-    for each in step.run.apart.values():  # another optimizer may step with what is averaged
-        each["carried"] += min(event["carried"] for event in step.events.values())
-    if _are_averaged(step, step.run.apart.pop(step.optimizer, None)):
-        step.run.averaged.setdefault(step.optimizer, step.number)
-    if found and all(e["reduced"] == 0 and e["is_complete"] for e in step.events.values()):
-        after = [event["after"] for event in step.events.values()]
-        step.run.apart[step.optimizer] = {"after": after, "carried": 0}
+    # What ranks have apart, another optimizer may step next: one of the next round, an outer one.
+    same = repr([(entry["name"], entry["shape"]) for entry in step.layout(min(step.events))])
+    last = step.run.apart.pop(same, None)
+    if last is not None and _are_mixed(step, last):
+        at = f"step {step.number} at {step.place(min(step.events))}"
+        step.run.mixed = step.run.mixed or at
+    if found:
+        step.run.apart[same] = step
     loaded = {bool(event["loaded"]): rank for rank, event in reversed(step.events.items())}
     words = "rank {} loaded a state for its optimizer, rank {} did not"
     for name, rank, values in found[:1]:
@@ -303,13 +315,23 @@ def replicas_equal(step: Step) -> Iterator[Finding]:
         )
 
 
-def _are_averaged(step: Step, last: dict[str, Any] | None) -> bool:
-    """Return whether weights that ranks had apart were sent, and made equal to those of no rank."""
-    if last is None or any(unequal(step, "before")):
+def _are_mixed(step: Step, last: Step) -> bool:
+    """Return whether ranks sent each other the weights that a step left apart, and changed them.
+
+    All ranks change theirs, to those of no rank; or all have those of the one that had the sum of
+    the gradients (`dist.reduce`) alone.
+    """
+    apart = {name: [*values.values()] for name, _, values in unequal(last, "after")}
+    sizes = {entry["name"]: math.prod(entry["shape"]) for entry in step.layout(min(step.events))}
+    whole = sum(sizes[name] for name in apart)
+    since = {rank: event["t"] for rank, event in last.events.items()}
+    sent = (step.run.ranks[r].carried(since[r], e["begun"]) for r, e in step.events.items())
+    if min(sent) < max(whole, 1):
         return False
-    whole = sum(math.prod(e["shape"]) for e in step.layout(min(step.events)))
-    are_new = all(event["before"] not in last["after"] for event in step.events.values())
-    return last["carried"] >= whole and are_new
+    if all(event["rooted"] for event in last.events.values()):
+        return not any(unequal(step, "before"))
+    now = [(name, value) for name, _, of in step.replicas("before") for value in of.values()]
+    return not any(value in apart.get(name, ()) for name, value in now)
 
 
 @step_norm("watch.replicas.unheld", source="Tarvainen and Valpola 2017, section 2")

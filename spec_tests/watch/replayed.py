@@ -289,7 +289,8 @@ def _deviation(
     share = float((worst.actual - wanted).norm() / wanted.norm().clamp_min(1e-30))
     if share < _VISIBLE:
         return None  # a compressed reduction rounds so much
-    words = f"got one that differs by {100 * share:.1f} % of its norm"
+    much = f"{100 * share:.1f} % of its norm" if share < 10 else f"{share:.0f} times its norm"
+    words = f"got one that differs by {much}"
     return Deviation(rank, worst.name, words, False, others)
 
 

@@ -6,7 +6,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from spec_tests.watch.norm import Finding
@@ -16,12 +16,19 @@ REDUCTIONS = ("all_reduce", "allreduce", "reduce_scatter", "reduce")
 _KEPT, _KEPT_STEPS = 50_000, 1_000  # of the timeline; steps that not all ranks have taken
 _UNSEEN = (
     "a step without a training forward that was seen: batches, random states and losses were not "
-    "checked (a model compiled in place, called through torch.func, or in another thread)"
+    "checked (a model compiled in place, called through torch.func, in a closure or in another "
+    "thread, or weights that no module has)"
 )
 _BUSY_SECONDS = 0.1  # of the processor, since a rank was last seen to go on
 _EXCHANGES = ("all_to_all", "alltoall", "scatter")
 NAME_REPLICAS = "name the ranks that are replicas, as --replicas 0,1"
 _FLOATS = {"Float", "Double", "Half", "BFloat16"}
+
+
+def no_replicas(doubt: str) -> str:
+    """Return what is likely where it is in doubt whether ranks are replicas of each other."""
+    words = "none, if ranks hold different parts of the model, or average with some others alone"
+    return f"{words}: {doubt}; {NAME_REPLICAS}"
 
 
 class Collective(NamedTuple):
@@ -75,6 +82,7 @@ class Rank:
     batches: int | None = None  # of a pass over the loader that feeds it
     is_open: bool = True
     has_ended: bool = False
+    is_done: bool = False  # it was ended, after --steps
     _state: tuple[Any, ...] = ()
 
     def beat(self, event: Event, now: float) -> None:
@@ -113,9 +121,9 @@ class Rank:
         found = (c for c in self.window if since <= c.time < until and _FLOATS & {*c.dtypes})
         return sum(each.numel for each in found)
 
-    def reduced(self, since: int, until: int) -> list[int]:
-        """Elements that each reduction was given in a span of time."""
-        return [c.numel for c in self.window if c.is_reduction and since <= c.time < until]
+    def reductions(self, since: int, until: int) -> list[Collective]:
+        """Return those of a span of time."""
+        return [c for c in self.window if c.is_reduction and since <= c.time < until]
 
 
 @dataclass(frozen=True)
@@ -158,7 +166,8 @@ class Step:
             place = self.place(rank) if place is None else place
         if needs_replicas and self.doubt:
             likely, is_advice = self.ask(likely), True
-        return Finding("", text, self.number, rank, tensor, place or "", likely, is_advice)
+        found = Finding("", text, self.number, rank, tensor, place or "", likely, is_advice)
+        return replace(found, needs_replicas=needs_replicas and any(self._plain))
 
     def replicas(self, key: str) -> Iterator[tuple[str, str, dict[int, Any]]]:
         """Yield name, kind and rank to value of each tensor that several ranks hold alike.
@@ -205,28 +214,23 @@ class Step:
     @property
     def doubt(self) -> str:
         """Why parameters of no known wrapper may be no replicas of each other, or ""."""
-        if self.run.groups:
+        plain = self._plain
+        if self.run.groups or not any(plain):
             return ""
-        plain = [
-            [(e["name"], e["shape"]) for e in self.layout(rank) if e["kind"] == "plain"]
-            for rank in self.events
-        ]
-        if not any(plain):
-            return ""
+        if any(p != plain[0] for p in plain):
+            return "the ranks' optimizers hold different parameters"
         talks = any(f["talks"] for event in self.events.values() for f in event["forwards"])
-        reasons = {
-            "the ranks' optimizers hold different parameters": any(p != plain[0] for p in plain),
-            "the ranks send each other point-to-point messages": self.run.has_messages,
-            "the model communicates in its forward": talks,
-            "the script uses process groups smaller than the world": self.run.has_small_groups,
-        }
-        return next((reason for reason, holds in reasons.items() if holds), "")
+        return self.run.doubt or "the model communicates in its forward" * talks
+
+    @property
+    def _plain(self) -> list[list[Any]]:
+        """Name and shape of the parameters of no known wrapper, of each rank."""
+        layouts = map(self.layout, self.events)
+        return [[(e["name"], e["shape"]) for e in of if e["kind"] == "plain"] for of in layouts]
 
     def ask(self, likely: str) -> str:
         """Return what is likely where it is in doubt whether the ranks hold replicas."""
-        if not self.doubt:
-            return likely
-        return f"none, if ranks hold different parts of the model: {self.doubt}; {NAME_REPLICAS}"
+        return no_replicas(self.doubt) if self.doubt else likely
 
     def peers(self) -> list[list[int]]:
         """Return the ranks that train on different data, in groups; [] where that is unknown."""
@@ -254,10 +258,8 @@ class Run:
     replayed: str = ""
     is_joined: bool = False  # a script used `Join`: uneven inputs are meant
     unequal_starts: set[int] = field(default_factory=set)
-    # By optimizer: weights after a step that reduced nothing and left them apart, and what was sent
-    # since.
-    apart: dict[int, dict[str, Any]] = field(default_factory=dict)
-    averaged: dict[int, int] = field(default_factory=dict)  # the step before which that was mended
+    apart: dict[str, Step] = field(default_factory=dict)  # the last step that left weights apart
+    mixed: str = ""  # the step before which ranks exchanged such weights
     alone: set[int] = field(default_factory=set)  # optimizers: each rank trains weights of its own
     seen: dict[tuple[Any, ...], tuple[int, int]] = field(default_factory=dict)
     looped: bool = False
@@ -279,6 +281,13 @@ class Run:
         """The number of ranks, as they said it or as many as there are."""
         return max((r.world or 0 for r in self.ranks.values()), default=0) or len(self.ranks)
 
+    @property
+    def doubt(self) -> str:
+        """Why ranks may be no replicas of each other, as far as the whole run shows it, or ""."""
+        if self.has_messages:
+            return "the ranks send each other point-to-point messages"
+        return "the script uses process groups smaller than the world" * self.has_small_groups
+
     def group_of(self, rank: int) -> int | None:
         """Return which group of replicas a rank is in; None if groups are named and it in none."""
         found = [index for index, group in enumerate(self.groups) if rank in group]
@@ -295,26 +304,28 @@ class Run:
         event["seen"] = rank.forwards
         event["loss"] = None if event["loss"] is None else event["loss"] / event["scale"]
         self.has_messages |= event["messages"]
-        reduced = rank.reduced(rank.stepped_at, event["begun"])
+        found = rank.reductions(rank.stepped_at, event["begun"])
+        names, reduced = {each.name for each in found}, [each.numel for each in found]
         for size in event["others"]:
             if size in reduced:
                 reduced.remove(size)
         event["reduced"], event["largest"] = sum(reduced), max(reduced, default=0)
         event["carried"] = rank.carried(rank.stepped_at, event["begun"])
+        event["rooted"] = names == {"reduce"} and event["reduced"] >= event["distinct"]
         event["is_complete"] = rank.read_until >= event["begun"] and not rank.missed
         event["layout"] = rank.layouts[optimizer]
         rank.batches = (event["feed"] or {}).get("batches")
         rank.place = event["place"]  # newer than that of the last heartbeat
         rank.stepped_at, rank.missed, rank.still_since = event["t"], 0, None
         self.timeline.append([rank.rank, number, event["begun"] / 1e9, event["t"] / 1e9])
-        found = self._waiting.setdefault((optimizer, number), {})
+        events = self._waiting.setdefault((optimizer, number), {})
         if len(self._waiting) > _KEPT_STEPS:  # a rank that never steps, as in a pipeline
             del self._waiting[next(iter(self._waiting))]
-        found[rank.rank] = event
-        if len(found) < self.world:
+        events[rank.rank] = event
+        if len(events) < self.world:
             return None
         del self._waiting[optimizer, number]
-        step = Step(self, optimizer, number, dict(sorted(found.items())))
+        step = Step(self, optimizer, number, dict(sorted(events.items())))
         if number == 1 and step.begins_alone():
             self.alone.add(optimizer)
         return step

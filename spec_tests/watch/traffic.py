@@ -114,6 +114,8 @@ def ends(run: Run) -> Iterator[Finding]:
     ranks = run.ranks.values()
     held = [(r, r.handling) for r in ranks if r.handling and r.waits and not r.has_ended]
     for rank, error in sorted(raised, key=lambda pair: (is_effect(pair[1]), pair[1]["t"])) or held:
+        if is_effect(error) and any(each.is_done for each in ranks):
+            continue  # it waited for one that was ended, after --steps
         words = " ".join(error["text"].split())
         is_held = "" if rank.raised else f", which it handles at {rank.at}"
         yield Finding(
@@ -161,19 +163,18 @@ def _after(rank: Rank) -> str:
 def as_many_steps(run: Run) -> Iterator[Finding]:
     """All ranks MUST have taken as many steps as the others when they end."""
     taken = run.steps_taken()
-    if run.is_joined or run.alone:
-        return  # uneven inputs are meant
+    if run.is_joined or run.alone or run.mixed:
+        return  # uneven inputs are meant, or each rank has an epoch of its own between averages
     if all(r.has_ended for r in run.ranks.values()) and len(set(taken.values())) > 1:
         few = min(taken, key=lambda rank: taken[rank])
         many = max(taken, key=lambda rank: taken[rank])
-        yield Finding(
-            "",
-            f"rank {few}: expected {taken[many]} steps as on rank {many}, got {taken[few]}",
-            taken[few],
-            few,
-            likely=_lengths(run)
-            or "the ranks' loaders have different lengths, or a rank skips updates",
-        )
+        words = f"rank {few}: expected {taken[many]} steps as on rank {many}, got "
+        words += str(taken[few] or "none, so that no step was compared")
+        likely = _lengths(run)
+        likely = likely or "the ranks' loaders have different lengths, or a rank skips updates"
+        if not taken[few]:
+            likely = "its loader is empty; right if another rank updates the weights for all"
+        yield Finding("", words, taken[few], few, likely=likely, is_advice=not taken[few])
 
 
 def _lengths(run: Run) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from spec_tests.rig.report.templates import of_texts
@@ -123,12 +123,6 @@ def causes_of(findings: Sequence[Finding]) -> list[Cause]:
             explained.add(id)
     rest = [cause for id, cause in causes.items() if id not in explained]
     return sorted(rest, key=lambda c: (not c.finding.is_first, not is_must(c.finding)))
-
-
-def as_advice(finding: Finding, likely: str) -> Finding:
-    """Return a finding as advice, with words that explain it."""
-    likely = "; ".join(filter(None, [finding.likely, likely]))
-    return replace(finding, likely=likely, is_advice=True)
 
 
 def _explains(cause: Finding, effect: Finding) -> bool:

@@ -154,6 +154,7 @@ class Watched:
         self.entries: list[Entry] = []
         self.parameters: list[Tensor] = []
         self.last: list[Any] = []  # hashes of its parameters
+        self.is_written = False  # whether the script changed them since its last step
         self.event: dict[str, Any] = {}
         self.factors: list[float] = []  # what clipping and unscaling multiplied each gradient by
         self.sample: Any = None  # parameters whose update is computed again

@@ -93,9 +93,15 @@ def answer(
         else:
             found["O"] = forward(ctx, subject, problem, x)
     if wanted:
-        has_two = problem.lse_gradient and found["L"].requires_grad
-        outs, upstream = ([found["O"], found["L"]], [x.do, x.dl]) if has_two else (found["O"], x.do)
-        of_leaves = torch.autograd.grad(outs, [leaves[name] for name in wanted], upstream)
+        upstream = {"O": x.do}
+        if problem.lse_gradient and found["L"].requires_grad:  # alone where O's would be zero
+            upstream = {**upstream, "L": x.dl} if problem.upstream else {"L": x.dl}
+        of_leaves = torch.autograd.grad(
+            [found[name] for name in upstream],
+            [leaves[name] for name in wanted],
+            [*upstream.values()],
+            materialize_grads=not problem.upstream,
+        )
         found |= dict(zip(wanted, of_leaves, strict=True))
     return {name: found[name] for name in names}
 

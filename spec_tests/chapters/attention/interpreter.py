@@ -14,7 +14,7 @@ import contextlib
 import copy
 import functools
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 from unittest import mock
@@ -44,6 +44,47 @@ def mend() -> None:
         module._patch_lang_tensor = patch_and_mend
     if hasattr(module, "_implicit_cvt"):
         _mend_scalars(module, module._implicit_cvt)
+    builder: Any = getattr(module, "InterpreterBuilder", None)
+    executor: Any = getattr(module, "GridExecutor", None)
+    if hasattr(builder, "create_masked_store") and callable(executor):
+        guard = _Guard()
+        executor.__call__ = _hooked(executor.__call__, guard.launch)
+        builder.create_masked_store = _hooked(builder.create_masked_store, guard.store)
+        builder.create_masked_load = guard.loads(builder.create_masked_load)
+
+
+class _Guard:
+    """Keeps a launch within what was passed to it, so that results do not depend on the heap.
+
+    A store outside raises, for it would overwrite the rank's own memory. A load outside gives
+    zeros: what uses another value fails, and `attention.kernels.in-bounds` reports the rest.
+    """
+
+    extents: Sequence[tuple[int, int]] = ()
+
+    def launch(self, executor: Any, *arguments: Any, **named: Any) -> None:
+        tensors = [*_tensors((*arguments, *named.values()))]
+        # Integers may be addresses of further tensors.
+        self.extents = [] if any(t.dtype == torch.int64 for t in tensors) else _extents(tensors)
+        self.kernel = executor.fn.__name__
+
+    def loads(self, load: Callable[..., Any]) -> Callable[..., Any]:
+        def guarded(builder: Any, pointers: Any, mask: Any, *rest: Any, **named: Any) -> Any:
+            found = load(builder, pointers, mask, *rest, **named)
+            beyond = mask.data & ~_inside(pointers.data, self.extents)
+            if self.extents and beyond.any():
+                found.data = np.where(beyond, np.zeros_like(found.data), found.data)
+            return found
+
+        return guarded
+
+    def store(self, builder: Any, pointers: Any, value: Any, mask: Any, *rest: Any) -> None:
+        beyond = int((~_inside(_addresses(pointers, mask), self.extents)).sum())
+        if self.extents and beyond:
+            raise IndexError(
+                f"kernel {self.kernel}: stores {beyond} elements outside of the tensors that were "
+                "passed to it; is a mask or a boundary check missing in the last tile?"
+            )
 
 
 def _mend_scalars(module: Any, convert: Callable[[Any], Any]) -> None:
@@ -98,9 +139,7 @@ class _Watch:
 
     def launch(self, executor: Any, *arguments: Any, **named: Any) -> None:
         self.launches.append(Launch(executor.fn.__name__))
-        tensors = [a for a in (*arguments, *named.values()) if isinstance(a, torch.Tensor)]
-        storages = [tensor.untyped_storage() for tensor in tensors]
-        self.extents = [(s.data_ptr(), s.data_ptr() + s.nbytes()) for s in storages]
+        self.extents = _extents(_tensors((*arguments, *named.values())))
         self.writers, self.loads, self.program = {}, [], -1
 
     def end(self) -> None:
@@ -117,10 +156,10 @@ class _Watch:
     def next_program(self, builder: Any, *place: int) -> None:
         self.program += 1
 
-    def dot(self, builder: Any, a: Any, b: Any, *rest: Any) -> None:
+    def dot(self, builder: Any, a: Any, b: Any, *rest: Any, **named: Any) -> None:
         self.launches[-1].flops += 2 * a.data.size * b.data.shape[-1]
 
-    def load(self, builder: Any, pointers: Any, mask: Any, *rest: Any) -> None:
+    def load(self, builder: Any, pointers: Any, mask: Any, *rest: Any, **named: Any) -> None:
         addresses = self.touched(pointers, mask)
         self.launches[-1].loaded += addresses.size
         self.loads.append((self.program, addresses))
@@ -134,12 +173,37 @@ class _Watch:
 
     def touched(self, pointers: Any, mask: Any) -> np.ndarray:
         """The addresses that count, noting those outside of all arguments."""
-        addresses = np.broadcast_to(pointers.data, mask.data.shape)[mask.data].astype(np.uint64)
-        is_inside = np.zeros(addresses.shape, dtype=bool)
-        for start, stop in self.extents:
-            is_inside |= (addresses >= start) & (addresses < stop)
-        self.launches[-1].outside += int((~is_inside).sum())
+        addresses = _addresses(pointers, mask)
+        self.launches[-1].outside += int((~_inside(addresses, self.extents)).sum())
         return addresses
+
+
+def _tensors(arguments: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """The tensors of a launch, in tuples, in descriptors and under another dtype, too."""
+    for argument in arguments:
+        if isinstance(argument, torch.Tensor):
+            yield argument
+        elif isinstance(argument, tuple | list):
+            yield from _tensors(argument)
+        elif hasattr(argument, "base"):
+            yield from _tensors((argument.base,))
+
+
+def _extents(tensors: Iterable[torch.Tensor]) -> list[tuple[int, int]]:
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return [(s.data_ptr(), s.data_ptr() + s.nbytes()) for s in storages]
+
+
+def _addresses(pointers: Any, mask: Any) -> np.ndarray:
+    every: np.ndarray = np.broadcast_to(pointers.data, mask.data.shape)
+    return every[mask.data].astype(np.uint64)
+
+
+def _inside(addresses: np.ndarray, extents: Iterable[tuple[int, int]]) -> np.ndarray:
+    is_inside = np.zeros(addresses.shape, dtype=bool)
+    for start, stop in extents:
+        is_inside |= (addresses >= start) & (addresses < stop)
+    return is_inside
 
 
 @contextlib.contextmanager

@@ -11,7 +11,6 @@ import dataclasses
 import functools
 import itertools
 import unittest
-from collections import ChainMap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -65,8 +64,17 @@ def problems(cases: Mapping[str, Problem]) -> Any:
 def asked(
     world: World, subject: str, problem: Problem, names: Sequence[str], *changes: Change
 ) -> list[Answer]:
-    """What is named of the answer, for the inputs after each of these changes."""
-    return bodies.observe(world, subject, bodies.answers, problem, names, *changes)
+    """What is named of the answer, for the inputs after each of these changes, see `offered`."""
+    names = offered(world, subject, names)
+    found = bodies.observe(world, subject, bodies.answers, problem, names, *changes)
+    return [_Offered(answer) for answer in found]
+
+
+class _Offered(dict[str, torch.Tensor]):
+    """An answer; who asks for what it lacks is told that it is not offered."""
+
+    def __missing__(self, name: str) -> torch.Tensor:
+        raise NotOffered(f"{name} is not offered")
 
 
 def as_defined(
@@ -82,7 +90,7 @@ def as_defined(
         NotOffered: the backward is left open, and what the clause asks of the forward holds.
     """
     __tracebackhide__ = True
-    names = names or ALL
+    names = offered(world, subject, names or ALL)
     of_forward = tuple(name for name in names if name not in GRADIENTS)
     is_open = of_forward != names and not offers_backward(world, subject)
     judged = of_forward if is_open else names  # the forward is judged all the same
@@ -91,7 +99,8 @@ def as_defined(
         parts = [tuple(name for name in judged if name != "L"), ("L",)]
     answers = [asked(world, subject, problem, part, same)[0] for part in parts]
     tf32 = is_tf32(world, subject) if tf32 is None else tf32
-    rules.close(dict(ChainMap(*answers)), problem, names=judged, tf32=tf32)
+    seen = {name: value for answer in answers for name, value in answer.items()}
+    rules.close(seen, problem, names=judged, tf32=tf32)
     if is_open:
         raise NotOffered("the backward is left open")
 
@@ -117,7 +126,8 @@ def as_changed(
 def close(world: World, subject: str, seen: Answer, problem: Problem, *names: str) -> None:
     """Every named tensor must keep the rules of its dtype, see `rules.close`."""
     __tracebackhide__ = True
-    rules.close(seen, problem, names=names or ALL, tf32=is_tf32(world, subject))
+    names = offered(world, subject, names or ALL)
+    rules.close(seen, problem, names=names, tf32=is_tf32(world, subject))
 
 
 def near(
@@ -202,6 +212,24 @@ def offers_backward(world: World, subject: str) -> bool:
     except FAILURES:
         pass
     return True
+
+
+@tried
+def offers_lse(world: World, subject: str) -> bool:
+    """False where `return_lse` raises NotImplementedError in the exercise's sizes."""
+    try:
+        bodies.observe(world, subject, bodies.answers, AS_THE_EXERCISE, ("L",), same)
+    except NotOffered:
+        return False
+    except FAILURES:
+        pass
+    return True
+
+
+def offered(world: World, subject: str, names: Sequence[str]) -> tuple[str, ...]:
+    """Return the names, without L where that is not offered and others are left to be judged."""
+    others = tuple(name for name in names if name != "L")
+    return others if others and not offers_lse(world, subject) else tuple(names)
 
 
 @tried
@@ -301,8 +329,19 @@ def require_right(
     """
     has_gradients = is_differentiated and offers_backward(world, subject)
     found = num_right(world, subject, problem, TRIED if is_differentiated else TRIED[1:])
+    if found < 0:
+        _raise_what_is_not_offered(world, subject, problem)
     if found != (len(OUTPUT_AND_GRADIENTS) if has_gradients else 1):
         raise unittest.SkipTest(f"{problem!r} is answered wrongly: see attention.gradients.*")
+
+
+def _raise_what_is_not_offered(world: World, subject: str, problem: Problem) -> None:
+    try:
+        asked(world, subject, problem, ("O",), same)
+    except NotOffered:
+        raise
+    except FAILURES:
+        pass
 
 
 def require_backward(world: World, subject: str) -> None:

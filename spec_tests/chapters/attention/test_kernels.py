@@ -147,7 +147,7 @@ def test_products_on_tensor_cores_keep_24_bits(world, subject, part):
     if has_gradients:
         law.require_backward(world, subject)
     law.require_right(world, subject, AS_THE_EXERCISE, is_differentiated=has_gradients)
-    names = ALL if has_gradients else ("O", "L")
+    names = law.offered(world, subject, ALL if has_gradients else ("O", "L"))
     seen = observe(world, subject, on_tensor_cores, AS_THE_EXERCISE, names)
     if seen is None:
         raise unittest.SkipTest(NO_METHODS)

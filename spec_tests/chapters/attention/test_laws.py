@@ -114,7 +114,7 @@ def test_a_shift_or_an_order_of_keys_does_not_matter(world, subject, change):
     problem = law.fitting(world, subject, Problem(seq_q=40, seq_k=70))
     before, after = law.asked(world, subject, problem, ("O", "L", "dQ"), same, change)
 
-    if change is shifted:
+    if change is shifted and "L" in before:
         moved = (inputs(problem).q.double() @ SHIFT.double() * problem.factor).float()
         before["L"] = before["L"] + moved
     law.near(world, subject, after, before, f"keys {change.__name__}")
@@ -142,6 +142,8 @@ def test_the_output_lies_between_the_values_it_sees(world, subject, problem):
         ("O", least, most, float(x.v.abs().max())),
         ("L", top, top + count.log(), max(1.0, float(top.abs().max()))),
     ):
+        if name not in seen:
+            continue
         below, above = low - seen[name].double(), seen[name].double() - high
         worst = float(torch.maximum(below, above).max())
         judge.holds(
@@ -162,7 +164,6 @@ def unequal(world, subject, seq_k):
 
 
 def part(x, first=None, end=None):
-    """The keys from `first` to `end`."""
     return x.but(k=x.k[:, :, first:end].contiguous(), v=x.v[:, :, first:end].contiguous())
 
 
@@ -224,5 +225,5 @@ def test_powers_of_two_come_through_exactly(world, subject, problem):
     law.require_finite(before)
 
     by = {"O": 8, "L": 1, "dQ": 2 * 8 / 4, "dK": 2 * 8 * 4, "dV": 2}
-    scaled_back = {name: after[name] / factor for name, factor in by.items()}
+    scaled_back = {name: value / by[name] for name, value in after.items()}
     judge.tensors([scaled_back], before, quantity="answer scaled by powers of two")

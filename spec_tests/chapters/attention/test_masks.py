@@ -137,9 +137,10 @@ def test_a_row_that_sees_nothing_is_zero(world, subject, problem):
     [seen] = law.asked(world, subject, problem, ("O", "L"), same)
 
     q = inputs(problem).q[:, :, blind_rows(problem)]
+    wanted = {"O": torch.zeros_like(q), "L": torch.full(q.shape[:-1], -torch.inf)}
     judge.tensors(
         [{name: found[:, :, blind_rows(problem)] for name, found in seen.items()}],
-        {"O": torch.zeros_like(q), "L": torch.full(q.shape[:-1], -torch.inf)},
+        {name: wanted[name] for name in seen},
         quantity="answer of a row that sees nothing",
     )
 

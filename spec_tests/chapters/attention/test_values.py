@@ -126,7 +126,10 @@ def test_large_logits_of_either_sign_are_exact(world, subject, problem):
     "attention.forward.scale",
     source="contract: scale; the Triton tutorial multiplies the maximum by it",
 )
-@law.problems(law.varied(RAGGED, scale=(0.0, 0.3, -0.3, 1.0)))
+@law.problems(
+    law.varied(RAGGED, scale=(0.0, 0.3, -0.3, 1.0))
+    | law.varied(RAGGED.but(causal=True), scale={"causal-zero": 0.0, "causal-negative": -0.3})
+)
 def test_any_scale_is_honoured(world, subject, problem):
     """Any scale MUST be honoured: zero is the mean of v, and negative ones turn the order round."""
     law.as_fitted(world, subject, problem, "O", "L")
@@ -237,9 +240,10 @@ def test_float64_is_float64_or_refused(world, subject, problem):
     """In float64 O, L and gradients MUST have its rounding, or be refused with an error."""
     problem = law.fitting(world, subject, problem, is_about_dtype=True)
     for names in (("O", "L"), ALL):  # a backward that refuses does not excuse a forward
-        seen = observe(world, subject, bodies.or_refused, problem, names)
+        asked = law.offered(world, subject, names)
+        seen = observe(world, subject, bodies.or_refused, problem, asked)
         if not isinstance(seen, str):
-            rules.close(seen, problem, names=names)
+            rules.close(seen, problem, names=asked)
 
 
 @clause(
@@ -338,23 +342,26 @@ def test_float32_gradients_have_its_range(world, subject, problem):
     source="contract: lse-gradient; "
     "flash-attn issues 889 and 1137: returned, and its gradient silently zero",
 )
+@pytest.mark.parametrize("upstream", [1.0, 0.0], ids=["beside", "alone"])
 @pytest.mark.parametrize("heads", [2, 4])
 @law.problems(law.varied(RAGGED.but(seq_q=40, kv_heads=2), causal=law.BOTH))
-def test_the_lse_is_differentiable_or_says_that_it_is_not(world, subject, problem, heads):
+def test_the_lse_is_differentiable_or_says_that_it_is_not(world, subject, problem, heads, upstream):
     """A log-sum-exp that requires grad MUST pass its gradient on to q and k.
 
     Marked non-differentiable it is right as well. What is wrong is to look differentiable and to
-    drop the gradient: a z-loss that trains nothing. Heads that share keys are judged where their
-    gradients are right without it.
+    drop the gradient: a z-loss that trains nothing. A loss may be of the log-sum-exp alone. Heads
+    that share keys, and a scale, are judged where gradients are right with them and without it.
     """
     problem = law.fitting(world, subject, problem.but(heads=heads))
     if heads != problem.kv_heads:
+        problem = problem.but(scale=0.3)
         law.require_right(world, subject, problem)
     seen, is_differentiable = observe(
-        world, subject, with_lse_gradient, problem.but(lse_gradient=True)
+        world, subject, with_lse_gradient, problem.but(lse_gradient=True, upstream=upstream)
     )
 
-    law.close(world, subject, seen, problem.but(lse_gradient=is_differentiable), *GRADIENTS)
+    problem = problem.but(lse_gradient=is_differentiable, upstream=upstream)
+    law.close(world, subject, seen, problem, *GRADIENTS)
 
 
 def with_lse_gradient(ctx, subject, problem):
@@ -379,9 +386,10 @@ def wanted_only(ctx, subject, problem, names):
     source="contract: wanted-gradients; torch.autograd.Function: needs_input_grad",
 )
 @pytest.mark.parametrize("names", ["dQ", "dK", "dV", "dK+dV"])
-def test_gradients_arrive_where_they_are_wanted_and_nowhere_else(world, subject, names):
+@law.problems(law.varied(Problem(seq_q=40), causal=law.BOTH))
+def test_gradients_arrive_where_they_are_wanted_and_nowhere_else(world, subject, problem, names):
     """Inputs that require no gradient MUST get none, and the others theirs."""
-    problem, wanted = law.fitting(world, subject, Problem(seq_q=40)), names.split("+")
+    problem, wanted = law.fitting(world, subject, problem), names.split("+")
     seen = observe(world, subject, wanted_only, problem, wanted)
 
     missing = {name for name, gradient in seen.items() if gradient is None}

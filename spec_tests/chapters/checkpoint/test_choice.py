@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from torch import nn
@@ -178,6 +179,18 @@ def into_another_model(ctx, directory, change, ranks=None):
     return other.read(directory, change)
 
 
+def with_a_part_that_refuses(ctx, directory, part):
+    """A load into what fits, of which the loader or the optimizer takes no state."""
+    Trainee.saved(ctx, directory, toy="mlp")
+    other = Trainee(ctx, toy="mlp", seed=8)
+    refuse = Mock(side_effect=ValueError("refused"))
+    if part == "loader":
+        vars(other.loader)["load_state_dict"] = refuse
+    else:
+        other.optimizer.register_load_state_dict_pre_hook(refuse)
+    return other.read(directory, f"the {part} refuses its state")
+
+
 def frozen():
     """A layer that does not train."""
     return nn.Linear(3, 3).requires_grad_(False)
@@ -220,10 +233,11 @@ def test_a_model_that_does_not_fit_is_an_error(world, change):
     source="contract: failed-load; "
     "a load that fails half way leaves a model that nobody ever trained",
 )
-@OTHERS
+@pytest.mark.parametrize("change", [*CHANGES, "optimizer", "loader"])
 def test_a_load_that_raises_changes_nothing(world, change):
     """A load that raises MUST leave model, optimizer, loader and generators as they were."""
-    ranks = in_folder(world, into_another_model, change)
+    body = into_another_model if change in CHANGES else with_a_part_that_refuses
+    ranks = in_folder(world, body, change)
 
     durability.untouched(ranks)
 

@@ -17,13 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from spec_tests.chapters.checkpoint.disk import in_folder
-from spec_tests.chapters.checkpoint.trainee import (
-    Stream,
-    Trainee,
-    compare,
-    part,
-    round_trip,
-)
+from spec_tests.chapters.checkpoint.trainee import Stream, Trainee, compare, part, round_trip
 from spec_tests.programs.laws import durability
 from spec_tests.rig import judge
 from spec_tests.rig.clause import clauses

@@ -160,11 +160,9 @@ class Gone:
         self.error = error
 
     def state_dict(self):
-        """Raise."""
         raise self.error
 
     def load_state_dict(self, state):
-        """Raise."""
         raise ConnectionError("the server of the stream does not answer")
 
 

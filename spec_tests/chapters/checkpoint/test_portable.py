@@ -291,7 +291,6 @@ def saved_again(ctx, directory, kind):
 
 
 def stopped_and_went_on(ctx, directory, kind):
-    """Both."""
     return stopped(ctx, directory, kind), went_on(ctx, directory, kind)
 
 

@@ -184,6 +184,10 @@ def mistakes(layout: Layout, size: int, order: float) -> list[tuple[str, list[Na
     found: list[tuple[str, list[Named] | Named]] = [("the norm of the rank's own part", local)]
     if order != 2:
         found.append(("norm_type is left aside: this is the 2-norm", {"norm": norm(layout)}))
+    if len(kinds) > 1:
+        parts = [{n: how for n, how in layout.items() if how == kind} for kind in kinds]
+        added = torch.stack([norm(part, order) for part in parts]).sum()
+        found.append(("norms of gradients that lie in different ways were added", {"norm": added}))
     if math.isinf(order):
         return found
     norms = torch.stack([each["norm"] for each in local])

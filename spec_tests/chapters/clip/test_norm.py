@@ -32,6 +32,7 @@ from spec_tests.rig.judge.symptoms import Hint
 from spec_tests.rig.judge.tolerance import rounding
 
 clause = clauses(needs=("clip_grad_norm_",), level="correct", worlds=(2, 3))
+largest_too = pytest.mark.parametrize("order", [2.0, math.inf])
 ISSUES = "torchtitan issues 19 and 766; PyTorch's test_fully_shard_clip_grad_norm_"
 
 
@@ -70,7 +71,7 @@ def test_every_order_is_combined_as_it_must_be(world, order):
     "clip.norm.empty-shards",
     source="contract: counts-once; torchrec issues 3809 and 3891; pytorch pull request 173238",
 )
-@pytest.mark.parametrize("order", [2.0, math.inf])
+@largest_too
 def test_a_rank_with_an_empty_shard_takes_part(world, order):
     """A rank whose shard is empty MUST take part and get the global norm."""
     is_global(world.run(clip, {"d": "shard"}, order=order), {"d": "shard"}, order)
@@ -91,9 +92,11 @@ def test_replicated_gradients_count_once(world):
     source="contract: counts-once; hyper-parallel issue 526, VeOmni issue 184: hybrid sharding",
     worlds=(4,),
 )
-def test_an_axis_of_replicas_counts_once(world):
+@largest_too
+def test_an_axis_of_replicas_counts_once(world, order):
     """On a mesh with an axis of replicas each element MUST count once, not once per replica."""
-    is_global(world.run(clip, HYBRID), HYBRID, given="a mesh of 2 replicas of 2 shards")
+    ranks = world.run(clip, HYBRID, order=order)
+    is_global(ranks, HYBRID, order, given="a mesh of 2 replicas of 2 shards")
 
 
 @clause(
@@ -170,7 +173,6 @@ def of_dtypes(case):
 
 
 def norm_of(ctx, make, *args):
-    """The norm of the gradients that `make` returns."""
     gradients = make(*args)
     parameters = [nn.Parameter(torch.zeros_like(gradient)) for gradient in gradients]
     for parameter, gradient in zip(parameters, gradients, strict=True):
@@ -227,12 +229,14 @@ def test_what_is_not_reduced_is_reduced_or_refused(world):
 
 
 @clause("clip.norm.mixed", source="contract: mixed; PyTorch refuses tensors beside DTensors")
-def test_plain_and_sharded_gradients_count_together_or_are_refused(world):
+@largest_too
+def test_plain_and_sharded_gradients_count_together_or_are_refused(world, order):
     """Plain gradients beside sharded ones MUST count once each, or be refused with an error."""
-    ranks = refusal.answer_or_refusal(world, clip, MIXED, ordinary=(clip, SHARDED))
+    ordinary = (clip, SHARDED)
+    ranks = refusal.answer_or_refusal(world, clip, MIXED, order=order, ordinary=ordinary)
 
     if ranks is not None:
-        is_global(ranks, MIXED)
+        is_global(ranks, MIXED, order)
 
 
 @clause(

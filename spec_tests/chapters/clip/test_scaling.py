@@ -35,14 +35,15 @@ def gradients_are(ranks, layout, factor, within, hints=()):
 
 
 @clause("clip.scaling.factor", source="contract: as-pytorch; " + TORCH)
+@pytest.mark.parametrize("order", [2.0, math.inf])
 @pytest.mark.parametrize("layout", [SHARDED, PLAIN], ids=["sharded", "replicated"])
-def test_all_gradients_shrink_by_the_same_factor(world, layout):
+def test_all_gradients_shrink_by_the_same_factor(world, layout, order):
     """Gradients of a larger norm MUST be scaled by max_norm / norm, all by the same factor."""
-    ranks = world.run(clip, layout, max_norm=2.0)
+    ranks = world.run(clip, layout, max_norm=2.0, order=order)
 
-    norm = layouts.norm(layout)
+    norm = layouts.norm(layout, order)
     within = layouts.within().plus(1e-6 / float(norm), "what keeps torch from dividing by zero")
-    own = layouts.local_norms(layout, world.size)
+    own = layouts.local_norms(layout, world.size, order)
     locally = [
         {name: layouts.whole(name) * 2.0 / float(each["norm"]) for name in layout} for each in own
     ]

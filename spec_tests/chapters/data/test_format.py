@@ -9,28 +9,20 @@ from __future__ import annotations
 
 import itertools
 
-from spec_tests.chapters.data.reading import (
-    LOADER,
-    Layout,
-    files_of,
-    folder_of,
-    open_loader,
-    take,
-    whole_pass,
-)
+from spec_tests.chapters.data import reading
 from spec_tests.programs.laws import stream
 from spec_tests.rig import judge, shards
 from spec_tests.rig.clause import clauses
 
-clause = clauses(judges=LOADER, level="correct", worlds=(1,))
+clause = clauses(judges=reading.LOADER, level="correct", worlds=(1,))
 
-SMALL = Layout((30, 21), sequence_length=4, batch_size=2)
+SMALL = reading.Layout((30, 21), sequence_length=4, batch_size=2)
 
 
 def described(ctx, layout):
     """The dtypes and shapes of the inputs and of the targets that a pass yields."""
-    with files_of(ctx, layout.lengths) as paths:
-        batches = [*itertools.islice(open_loader(ctx, paths, layout), layout.limit)]
+    with reading.files_of(ctx, layout.lengths) as paths:
+        batches = [*itertools.islice(reading.open_loader(ctx, paths, layout), layout.limit)]
     return {
         which: sorted({(str(batch[place].dtype), tuple(batch[place].shape)) for batch in batches})
         for place, which in enumerate(("inputs", "targets"))
@@ -52,11 +44,12 @@ def test_batches_are_int64_of_the_asked_shape(world, subject):
 
 def read_ids(ctx, ids):
     """The inputs that are not all zero, of a shard that holds these ids and then zeros."""
-    with folder_of(ctx) as folder:
+    with reading.folder_of(ctx) as folder:
         path = folder / "ids.bin"
         path.write_bytes(shards.shard_bytes([*ids, *[0] * (len(ids) + 2)]))
-        layout = Layout((), sequence_length=len(ids), batch_size=1)
-        rows = [inputs[0] for inputs, _ in take(open_loader(ctx, [path], layout), 2)]
+        layout = reading.Layout((), sequence_length=len(ids), batch_size=1)
+        loader = reading.open_loader(ctx, [path], layout)
+        rows = [inputs[0] for inputs, _ in reading.take(loader, 2)]
         return [token for row in rows if any(row) for token in row]
 
 
@@ -78,17 +71,17 @@ def test_every_id_of_the_format_arrives_as_written(world, subject):
 
 def overwritten(ctx, layout):
     """A pass, one whose batches are overwritten as they come, another one, and the files."""
-    with files_of(ctx, layout.lengths) as paths:
+    with reading.files_of(ctx, layout.lengths) as paths:
         before = [path.read_bytes() for path in paths]
-        whole = whole_pass(ctx, paths, layout)
-        loader = open_loader(ctx, paths, layout)
+        whole = reading.whole_pass(ctx, paths, layout)
+        loader = reading.open_loader(ctx, paths, layout)
         first, kept = [], []
         for batch in itertools.islice(loader, layout.limit):
-            first += take([batch], 1)
+            first += reading.take([batch], 1)
             kept += [tensor.fill_(7) for tensor in batch]
         kept[0].fill_(9)
         shared = [number // 2 for number, t in enumerate(kept) if number and (t == 9).any()]
-        second = take(loader, layout.limit)
+        second = reading.take(loader, layout.limit)
         after = [path.read_bytes() for path in paths]
         return [whole], [first], [second], shared, before == after
 
@@ -114,9 +107,9 @@ def test_writing_into_a_batch_changes_nothing_else(world, subject):
 
 def files_after(ctx, layout):
     """Whether a pass leaves bytes and dates of the files alone."""
-    with files_of(ctx, layout.lengths) as paths:
+    with reading.files_of(ctx, layout.lengths) as paths:
         before = [(path.read_bytes(), path.stat().st_mtime_ns) for path in paths]
-        whole_pass(ctx, paths, layout)
+        reading.whole_pass(ctx, paths, layout)
         after = [(path.read_bytes(), path.stat().st_mtime_ns) for path in paths]
         return before == after
 
@@ -143,10 +136,10 @@ def far_away(ctx, count, ids):
     sequences = (count - 1) // length
     start = (sequences - 1) * length
     tail = [*ids, *[0] * (count - start - len(ids))]
-    with folder_of(ctx) as folder:
+    with reading.folder_of(ctx) as folder:
         path = shards.write_sparse(folder / "huge.bin", count, tail)
-        layout = Layout((), sequence_length=length, batch_size=1, world_size=sequences)
-        inputs, targets = next(iter(open_loader(ctx, [path], layout, rank=sequences - 1)))
+        layout = reading.Layout((), sequence_length=length, batch_size=1, world_size=sequences)
+        inputs, targets = next(iter(reading.open_loader(ctx, [path], layout, rank=sequences - 1)))
         return [*inputs[0].tolist(), int(targets[0, -1])]
 
 

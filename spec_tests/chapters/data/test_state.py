@@ -16,23 +16,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spec_tests.chapters.data.reading import (
-    LOADER,
-    Layout,
-    files_of,
-    layouts,
-    open_loader,
-    take,
-    whole_pass,
-)
+from spec_tests.chapters.data import reading
 from spec_tests.programs.laws import refusal, stream
 from spec_tests.rig import judge
 from spec_tests.rig.clause import clauses
 
-clause = clauses(judges=LOADER, level="correct", worlds=(1,))
+clause = clauses(judges=reading.LOADER, level="correct", worlds=(1,))
 
-HERE = Layout((61, 4, 50, 37), sequence_length=4, batch_size=2, world_size=2)
-SMALL = Layout((61, 50), sequence_length=4, batch_size=2)
+HERE = reading.Layout((61, 4, 50, 37), sequence_length=4, batch_size=2, world_size=2)
+SMALL = reading.Layout((61, 50), sequence_length=4, batch_size=2)
 
 
 @contextlib.contextmanager
@@ -42,8 +34,8 @@ def files_for_state(ctx, layout):
     Raises:
         AttributeError: the loader lacks one of the two methods.
     """
-    with files_of(ctx, layout.lengths) as paths, files_of(ctx, (200,)) as long:
-        operator.attrgetter("state_dict", "load_state_dict")(open_loader(ctx, long, layout))
+    with reading.files_of(ctx, layout.lengths) as paths, reading.files_of(ctx, (200,)) as long:
+        operator.attrgetter("state_dict", "load_state_dict")(reading.open_loader(ctx, long, layout))
         yield paths
 
 
@@ -61,13 +53,13 @@ def played(ctx, script, layout, after=None):
     phases = [phase.split(", ") for phase in script.split(" | ")]
     with files_for_state(ctx, layout) as paths:
         begun, whole = (
-            [whole_pass(ctx, paths, cut, rank) for rank in range(cut.world_size)]
+            [reading.whole_pass(ctx, paths, cut, rank) for rank in range(cut.world_size)]
             for cut in (layout, after)
         )
         read, states = [], [None]
         for number, phase in enumerate(phases):
             cut = after if number else layout
-            loaders = [open_loader(ctx, paths, cut, rank) for rank in range(cut.world_size)]
+            loaders = [reading.open_loader(ctx, paths, cut, rank) for rank in range(cut.world_size)]
             ends = [
                 _played(loader, phase, states[rank % len(states)], cut.limit)
                 for rank, loader in enumerate(loaders)
@@ -85,7 +77,7 @@ def _played(loader, phase, state, limit):
             del batches  # one at a time; the last is alive while a state is taken, as in training
             batches = iter(loader)
         if word in ("take", "more"):
-            takes.append(take(batches, limit if number == "all" else int(number)))
+            takes.append(reading.take(batches, limit if number == "all" else int(number)))
         elif word == "load":
             loader.load_state_dict(state)
         else:
@@ -135,7 +127,7 @@ def resumes(world, layout, taken, after=None):
 @given(taken=st.integers(0, 8), size=st.integers(1, 3))
 def test_a_stopped_pass_goes_on_with_the_next_batch(world, subject, taken, size):
     """A new loader given the state MUST go on with the next batch: none lost, none read again."""
-    resumes(world, Layout(HERE.lengths, 4, 1, size), taken)
+    resumes(world, reading.Layout(HERE.lengths, 4, 1, size), taken)
 
 
 @clause(
@@ -143,7 +135,7 @@ def test_a_stopped_pass_goes_on_with_the_next_batch(world, subject, taken, size)
     source="contract: resumes, no-batch; "
     "restart at the shard's start, as loaders with a file index do",
 )
-@given(layout=layouts(), share=st.integers(0, 100))
+@given(layout=reading.layouts(), share=st.integers(0, 100))
 def test_any_layout_can_be_stopped_anywhere(world, subject, layout, share):
     """Whatever the shards, T, B and W, a pass stopped anywhere MUST go on exactly there."""
     if number := len(layout.expected()[0]):
@@ -163,8 +155,8 @@ def test_a_run_goes_on_at_another_world_size(world, subject, cut, taken, size):
     some ranks and loses that of others.
     """
     world_size, batch_size = map(int, cut.split("x"))
-    before = Layout(HERE.lengths, 4, batch_size, world_size)
-    resumes(world, before, taken, after=Layout(HERE.lengths, 4, 4 // size, size))
+    before = reading.Layout(HERE.lengths, 4, batch_size, world_size)
+    resumes(world, before, taken, after=reading.Layout(HERE.lengths, 4, 4 // size, size))
 
 
 @clause(
@@ -232,14 +224,14 @@ def test_the_state_after_a_load_is_what_was_loaded(world, subject, script):
 def off_the_grid(ctx, layout, wider):
     """The error of going on at a place that is between two batches of the wider layout."""
     with files_for_state(ctx, layout) as paths:
-        first = open_loader(ctx, paths, layout)
+        first = reading.open_loader(ctx, paths, layout)
         batches = iter(first)
-        take(batches, 1)
+        reading.take(batches, 1)
         state = first.state_dict()
-        loader = open_loader(ctx, paths, wider)
+        loader = reading.open_loader(ctx, paths, wider)
         with refusal.caught() as caught:
             loader.load_state_dict(state)
-            take(loader, 1)
+            reading.take(loader, 1)
     return caught["error"]
 
 
@@ -263,9 +255,9 @@ def test_a_place_between_two_batches_is_refused(world, subject):
 def as_json(ctx, layout):
     """Bytes of a state as JSON, and whether it is the same after that; 0 if it has no such form."""
     with files_for_state(ctx, layout) as paths:
-        loader = open_loader(ctx, paths, layout)
+        loader = reading.open_loader(ctx, paths, layout)
         batches = iter(loader)
-        take(batches, 2)
+        reading.take(batches, 2)
         state = loader.state_dict()
         with contextlib.suppress(TypeError, ValueError):
             written = json.dumps(state)

@@ -31,7 +31,6 @@ class Compiled(Replica):
         self.called = self.wrapped if self.whole is None else self.whole
 
     def wrap(self):
-        """Compile and wrap."""
         wrapped, self.whole = compiled.wrapped(self.module, super().wrap, [""], self.how)
         return wrapped
 

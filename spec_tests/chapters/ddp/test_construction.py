@@ -10,52 +10,42 @@ from __future__ import annotations
 import pytest
 
 from spec_tests.chapters.ddp.replica import SEED, Replica, wrap
-from spec_tests.programs.law import same_as_alone, situations
+from spec_tests.programs.law import same_as_alone
 from spec_tests.rig import judge
-from spec_tests.rig.clause import clauses
+from spec_tests.rig.clause import clauses, rows
 from spec_tests.rig.judge import oracle
 from spec_tests.rig.judge.symptoms import Hint
 from spec_tests.rig.toys import TOYS
 
 clause = clauses(judges=("ddp", "ddp_bucketed"), level="correct")
+holds = rows(clause, same_as_alone)
 PAPER = "Li et al. 2020, section 3.1; DistributedDataParallel, constructor"
 
-
-@clause(
+test_parameters_from_first_rank = holds(
     "ddp.construction.parameters-from-first-rank",
-    level="course",
-    source="contract: first-weights; " + PAPER,
-    worlds=(2, 3, 4),
-)
-@situations(
+    "After construction every rank MUST hold the first rank's parameters, frozen ones too.",
+    # Ranks are seeded differently on purpose: seeding all alike would hide a missing broadcast.
     {
         "mlp": "mlp seed-by-rank: step",
         "frozen": "mlp not-the-ends seed-by-rank: step",
         "tied": "tied seed-by-rank: step",
-    }
+    },
+    level="course",
+    source="contract: first-weights; " + PAPER,
+    worlds=(2, 3, 4),
 )
-def test_every_rank_starts_from_the_first_ranks_parameters(world, subject, situation):
-    """After construction every rank MUST hold the first rank's parameters, frozen ones too.
 
-    Ranks are seeded differently on purpose: seeding all alike would hide a missing broadcast.
-    """
-    same_as_alone(world, subject, situation)
-
-
-@clause(
+test_parts_of_larger_tensors = holds(
     "ddp.construction.parts-of-larger-tensors",
+    "A parameter that is a part of a larger tensor MUST start as the first rank's.",
+    # A broadcast of the parameter itself sends what lies between its rows, and not the last rows.
+    "gapped seed-by-rank: step",
     level="production",
     source="contract: larger-tensor; "
     "ProcessGroupGloo sends as many elements as there are, from where the first one lies",
     worlds=(2,),
     transports=("gloo", "cuda"),  # simulated ranks send the elements themselves
 )
-def test_parts_of_larger_tensors_start_from_the_first_ranks(world, subject):
-    """A parameter that is a part of a larger tensor MUST start as the first rank's.
-
-    A broadcast of the parameter itself sends what lies between its rows, and not the last rows.
-    """
-    same_as_alone(world, subject, "gapped seed-by-rank: step")
 
 
 def buffers(ctx, subject, toy, groups=()):
@@ -105,18 +95,14 @@ def test_wrapping_does_not_freeze_or_thaw(world, subject):
     judge.equal(ranks, expected, quantity="requires_grad")
 
 
-@clause(
+test_forward_is_unchanged = holds(
     "ddp.construction.forward-is-unchanged",
+    "The wrapped module MUST be called like the original and return the same values.",
+    {"mlp": "mlp: evaluate 0", "tied": "tied: evaluate 0"}
+    | {"second-of-two": "mlp second-of-two: evaluate 0"},
     level="course",
     source="contract: called-alike; DistributedDataParallel, forward",
 )
-@situations(
-    {"mlp": "mlp: evaluate 0", "tied": "tied: evaluate 0"}
-    | {"second-of-two": "mlp second-of-two: evaluate 0"}
-)
-def test_the_wrapped_module_computes_what_the_bare_one_does(world, subject, situation):
-    """The wrapped module MUST be called like the original and return the same values."""
-    same_as_alone(world, subject, situation)
 
 
 def hooks_that_run(ctx, subject):

@@ -15,97 +15,74 @@ from hypothesis import strategies as st
 
 from spec_tests.chapters.ddp.replica import DDP, SEED, SMALL_BUCKET_MB, Replica, wrap
 from spec_tests.programs.calls import parsed
-from spec_tests.programs.law import follow, judge_values, same_as_alone, situations
+from spec_tests.programs.law import follow, judge_values, same_as_alone
 from spec_tests.programs.laws import equivalence, refusal
 from spec_tests.rig import judge, strategies
-from spec_tests.rig.clause import clauses
+from spec_tests.rig.clause import clauses, rows
+from spec_tests.rig.judge.oracle import parameters
 from spec_tests.rig.judge.symptoms import Hint
 from spec_tests.rig.toys import with_smallest_gradient
 
 clause = clauses(judges=DDP, level="correct", worlds=(2, 3))
+holds = rows(clause, same_as_alone)
 PAPER = "Li et al. 2020, section 3.2.1"
 
-
-@clause(
+test_mean = holds(
     "ddp.gradients.mean",
+    "Every rank MUST hold the mean over ranks of the local gradients.",
+    # Not the sum, not its own, not the mean divided once more. Every rank has other data, so that
+    # nothing can be right by accident.
+    {toy: f"{toy}: backward 0" for toy in ("mlp", "ragged")},
     level="course",
     source="contract: mean-gradient; " + PAPER,
     worlds=(2, 3, 4),
 )
-@situations({toy: f"{toy}: backward 0" for toy in ("mlp", "ragged")})
-def test_every_rank_holds_the_mean_gradient(world, subject, situation):
-    """Every rank MUST hold the mean over ranks of the local gradients.
 
-    Not the sum, not its own, not the mean divided once more. Every rank has other data, so that
-    nothing can be right by accident.
-    """
-    same_as_alone(world, subject, situation)
-
-
-@clause(
+test_tied_parameter = holds(
     "ddp.gradients.tied-parameter",
+    "A parameter used under two names MUST hold the mean of its complete gradient.",
+    # A hook that fires for each use reduces a partial gradient, or the same one twice.
+    "tied: backward 0",
     level="course",
     source="contract: mean-gradient; CS336 assignment 2, the tied toy model of its DDP tests",
 )
-def test_a_tied_parameter_is_reduced_once_with_its_whole_gradient(world, subject):
-    """A parameter used under two names MUST hold the mean of its complete gradient.
 
-    A hook that fires for each use reduces a partial gradient, or the same one twice.
-    """
-    same_as_alone(world, subject, "tied: backward 0")
-
-
-@clause(
+test_reused_module = holds(
     "ddp.gradients.reused-module",
+    "A module applied twice in one forward MUST hold the mean of its complete gradient.",
+    "reused: backward 0",
     source="contract: mean-gradient; torch reducer: hooks on AccumulateGrad, not on uses",
 )
-def test_a_module_applied_twice_is_reduced_with_its_whole_gradient(world, subject):
-    """A module applied twice in one forward MUST hold the mean of its complete gradient."""
-    same_as_alone(world, subject, "reused: backward 0")
 
-
-@clause(
+test_frozen_stay_none = holds(
     "ddp.gradients.frozen-stay-none",
+    "Frozen parameters MUST keep `grad is None`, and the others MUST hold the mean.",
+    # A zero in place of None makes AdamW decay a weight that was meant to stay.
+    "mlp not-the-ends: backward 0",
     level="course",
     source="contract: frozen-none; "
     "CS336 assignment 2, toy model with a frozen parameter; DistributedDataParallel",
     worlds=(3,),
 )
-def test_frozen_parameters_keep_no_gradient(world, subject):
-    """Frozen parameters MUST keep `grad is None`, and the others MUST hold the mean.
 
-    A zero in place of None makes AdamW decay a weight that was meant to stay.
-    """
-    same_as_alone(world, subject, "mlp not-the-ends: backward 0")
-
-
-@clause(
+test_dtype_and_layout = holds(
     "ddp.gradients.dtype-and-layout",
+    "Gradients of any dtype and memory layout MUST land in the right positions, dtype kept.",
+    # Channels-last, transposed, expanded with stride zero, float32 next to bfloat16 or float64:
+    # flattening such a gradient may copy, and then the reduced values are written into the copy.
+    {"mixed": "mixed: backward 0", "double": "two-dtypes: backward 0"}
+    | {toy: f"{toy}: backward 0" for toy in ("conv", "strided")},
     source="contract: grad-dtype, any-layout; "
     "torch reducer: one bucket per dtype and device, stride contract of bucket views",
 )
-@situations(
-    {"mixed": "mixed: backward 0", "double": "two-dtypes: backward 0"}
-    | {toy: f"{toy}: backward 0" for toy in ("conv", "strided")}
-)
-def test_every_dtype_and_layout_lands_in_its_place(world, subject, situation):
-    """Gradients of any dtype and memory layout MUST land in the right positions, dtype kept.
 
-    Channels-last, transposed, expanded with stride zero, float32 next to bfloat16 or float64:
-    flattening such a gradient may copy, and then the reduced values are written into the copy.
-    """
-    same_as_alone(world, subject, situation)
-
-
-@clause(
+test_called_by_keyword = holds(
     "ddp.gradients.called-by-keyword",
+    "A wrapped module MUST take the original's keyword arguments, and average as ever.",
+    "branches keyword: backward 1",
     source="contract: called-alike; DistributedDataParallel.forward(*inputs, **kwargs)",
     worlds=(3,),
 )
-def test_a_wrapped_module_is_called_by_keyword(world, subject):
-    """A wrapped module MUST take the original's keyword arguments, and average as ever."""
-    same_as_alone(world, subject, "branches keyword: backward 1")
-
 
 LARGE = 60000.0
 """Near the largest number of float16, 65504."""
@@ -170,14 +147,12 @@ def test_backward_changes_no_weight(world, subject):
     )
 
 
-@clause(
+test_finish_is_idempotent = holds(
     "ddp.gradients.finish-is-idempotent",
+    "A second `finish_gradient_synchronization` MUST change no gradient.",
+    "mlp: backward 0, finish",
     source="contract: finish_gradient_synchronization/called-again",
 )
-def test_a_second_finish_changes_nothing(world, subject):
-    """A second `finish_gradient_synchronization` MUST change no gradient."""
-    same_as_alone(world, subject, "mlp: backward 0, finish")
-
 
 ORDINARY = "mlp: backward 0"
 
@@ -205,34 +180,26 @@ def test_gradients_are_final_when_finish_returns(world, subject):
     judge_values(world.run(late_peer, subject), subject, ORDINARY)
 
 
-@clause(
+test_zero_grad_modes = holds(
     "ddp.gradients.zero-grad-modes",
-    source="contract: since-zero-grad; "
-    "torch.optim.Optimizer.zero_grad, set_to_none; fairscale issue 354",
-)
-@situations(
+    "After either way of `zero_grad` the next gradients MUST be the mean of the new ones alone.",
+    # Views into a bucket are lost when the gradient is set to None; what the bucket still holds
+    # must not be added in.
     {
         f"to-{how}": f"ragged: zero_grad {how}, backward 0, zero_grad {how}, backward 1, "
         f"zero_grad {how}, backward 2"
         for how in ("none", "zero")
-    }
+    },
+    source="contract: since-zero-grad; "
+    "torch.optim.Optimizer.zero_grad, set_to_none; fairscale issue 354",
 )
-def test_both_ways_of_zero_grad_give_the_same_next_gradient(world, subject, situation):
-    """After either way of `zero_grad` the next gradients MUST be the mean of the new ones alone.
 
-    Views into a bucket are lost when the gradient is set to None; what the bucket still holds must
-    not be added in.
-    """
-    same_as_alone(world, subject, situation)
-
-
-@clause(
+test_two_forwards_one_backward = holds(
     "ddp.gradients.two-forwards-one-backward",
+    "Two forwards followed by one backward MUST give the mean of the complete gradients.",
+    "mlp: both 0 1",
     source="contract: several-forwards; pytorch issue 175024",
 )
-def test_two_forwards_and_one_backward_give_the_whole_gradient(world, subject):
-    """Two forwards followed by one backward MUST give the mean of the complete gradients."""
-    same_as_alone(world, subject, "mlp: both 0 1")
 
 
 def beside_unused(ctx, subject, bucket_size_mb):
@@ -264,23 +231,17 @@ def test_a_parameter_that_nobody_uses_never_hangs_the_step(world, subject, bucke
         judge_values([found for found, _ in ranks], subject, "unused: backward 1")
 
 
-@clause(
+test_unused_somewhere = holds(
     "ddp.gradients.unused-somewhere",
-    source="contract: unused-somewhere; DistributedDataParallel, find_unused_parameters=True",
-)
-@situations(
+    "Used on some ranks only, a parameter MUST hold the mean with zeros, or be an error.",
+    # Dividing by the number of contributors is wrong; reducing only what one has pairs unrelated
+    # tensors, or waits for ever.
     {
         case: f"{toy}: zero_grad zero, backward 0, zero_grad none, backward 1"
         for case, toy in {"some": "branches-by-rank", "disjoint": "branches-apart"}.items()
-    }
+    },
+    source="contract: unused-somewhere; DistributedDataParallel, find_unused_parameters=True",
 )
-def test_a_parameter_used_on_some_ranks_holds_the_mean_with_zeros(world, subject, situation):
-    """Used on some ranks only, a parameter MUST hold the mean with zeros, or be an error.
-
-    Dividing by the number of contributors is wrong; reducing only what one has pairs unrelated
-    tensors, or waits for ever.
-    """
-    same_as_alone(world, subject, situation)
 
 
 def nothing_used(ctx, subject, case):
@@ -317,31 +278,25 @@ def test_a_rank_whose_loss_touches_nothing_hangs_nobody(world, subject, case):
         others = range(world.size - 1)
         expected = equivalence.full_batch_gradients("mlp", SEED, ranks=others, micros=(1,))
         if case != "usual":
-            expected = {n: None if mean is None else 0 * mean for n, mean in expected.items()}
+            expected = {name: torch.zeros_like(p) for name, p in parameters("mlp", SEED).items()}
         judge.tensors(
             ranks, expected, quantity="mean gradient", given="the last rank uses no parameter"
         )
 
 
-@clause(
+test_rank_dependent_order = holds(
     "ddp.gradients.rank-dependent-order",
-    source="contract: any-order; pytorch issues 72843 and 174862",
-    worlds=(2, 3, 4),
-)
-@situations(
+    "Ranks whose gradients become ready in different orders MUST still hold the mean.",
+    # Collectives are paired by position. Launching each as it becomes ready adds up unrelated
+    # tensors in silence wherever the sizes agree.
     {
         case: f"branches-in-any-order {bucket}: backward 0, zero_grad none, backward 1, "
         "zero_grad none, backward 2"
         for case, bucket in {"mixed": "small", "alike": "of-a-branch"}.items()
-    }
+    },
+    source="contract: any-order; pytorch issues 72843 and 174862",
+    worlds=(2, 3, 4),
 )
-def test_the_order_in_which_gradients_become_ready_does_not_matter(world, subject, situation):
-    """Ranks whose gradients become ready in different orders MUST still hold the mean.
-
-    Collectives are paired by position. Launching each as it becomes ready adds up unrelated
-    tensors in silence wherever the sizes agree.
-    """
-    same_as_alone(world, subject, situation)
 
 
 def scaled_loss(ctx, subject, seed, exponent):
@@ -375,15 +330,11 @@ def test_a_power_of_two_on_the_loss_scales_the_gradients_exactly(world, subject,
     )
 
 
-@clause(
+test_single_rank = holds(
     "ddp.gradients.single-rank",
+    "With a single rank the gradients MUST equal those of the bare module, bit for bit.",
+    {toy: f"{toy}: backward 0" for toy in ("mlp", "tied")}
+    | {"frozen": "mlp not-the-ends: backward 0"},
     source="contract: mean-gradient; design: a world of one is the plain module",
     worlds=(1,),
 )
-@situations(
-    {toy: f"{toy}: backward 0" for toy in ("mlp", "tied")}
-    | {"frozen": "mlp not-the-ends: backward 0"}
-)
-def test_a_world_of_one_is_the_plain_module(world, subject, situation):
-    """With a single rank the gradients MUST equal those of the bare module, bit for bit."""
-    same_as_alone(world, subject, situation)

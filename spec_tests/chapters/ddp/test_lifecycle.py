@@ -9,14 +9,15 @@ from hypothesis import strategies as st
 
 from spec_tests.chapters.ddp.replica import Replica, wrap
 from spec_tests.programs.calls import parsed
-from spec_tests.programs.law import judge_values, same_as_alone, situations
+from spec_tests.programs.law import judge_values, same_as_alone
 from spec_tests.programs.laws import additions, agreement, equivalence, footprint
 from spec_tests.rig import judge, strategies
-from spec_tests.rig.clause import clauses
+from spec_tests.rig.clause import clauses, rows
 from spec_tests.rig.judge.tolerance import rounding
 from spec_tests.rig.toys import TOYS, sum_of_squares
 
 clause = clauses(judges=("ddp", "ddp_bucketed"), level="correct", worlds=(2, 3))
+holds = rows(clause, same_as_alone)
 STEPS = 5
 RATE = 2.0**-16
 """Weights move by forty times what rounding is allowed to move them, or more."""
@@ -137,26 +138,19 @@ FAILS = {
 }
 """Scene, call that raises, and how gradients are then cleared."""
 
-
-@clause(
+test_after_exception = holds(
     "ddp.lifecycle.after-exception",
+    "After a caught exception the next clean step MUST be right, or an error.",
+    # A ready count that was not reset fires early, with half a bucket: in one bucket for all, the
+    # exception comes when some of it is ready.
+    {
+        case: f"{scene}: backward 0, zero_grad none, {call}, zero_grad {how}, backward 2"
+        for case, (scene, call, how) in FAILS.items()
+    },
     source="contract: after-exception; "
     "torch reducer: 'Expected to have finished reduction in the prior iteration'",
     transports=("gloo", "cuda"),  # simulated reductions end with their wait alone, never by time
 )
-@situations(
-    {
-        case: f"{scene}: backward 0, zero_grad none, {call}, zero_grad {how}, backward 2"
-        for case, (scene, call, how) in FAILS.items()
-    }
-)
-def test_a_step_after_an_exception_is_right_or_refused(world, subject, situation):
-    """After a caught exception the next clean step MUST be right, or an error.
-
-    A ready count that was not reset fires early, with half a bucket: in one bucket for all, the
-    exception comes when some of it is ready.
-    """
-    same_as_alone(world, subject, situation)
 
 
 def finish(ctx, subject, wrapped):
@@ -180,17 +174,14 @@ def test_what_is_added_to_a_wrapped_module_is_averaged_or_refused(world, subject
     additions.get_the_mean(world, added_later, subject, addition)
 
 
-@clause(
+test_buffers_follow_first_rank = holds(
     "ddp.lifecycle.buffers-follow-first-rank",
+    "At the start of a training forward every rank MUST see the first rank's buffers.",
+    # Running statistics drift apart with the data; which rank saves the checkpoint must not matter.
+    "counting: backward 0, zero_grad none, backward 1",
     level="production",
     source="contract: buffers-follow; DistributedDataParallel, broadcast_buffers",
 )
-def test_a_training_forward_sees_the_first_ranks_buffers(world, subject):
-    """At the start of a training forward every rank MUST see the first rank's buffers.
-
-    Running statistics drift apart with the data; which rank saves the checkpoint must not matter.
-    """
-    same_as_alone(world, subject, "counting: backward 0, zero_grad none, backward 1")
 
 
 def wide():
@@ -267,17 +258,17 @@ def test_memory_does_not_grow_from_step_to_step(world, subject):
             )
 
 
-@clause(
+test_models_made_and_dropped = holds(
     "ddp.footprint.models-made-and-dropped",
+    "Live bytes MUST NOT grow where models are wrapped, trained and dropped in turn.",
+    "another_lives, another_lives, another_lives",
+    looks=("sent",),
+    values=False,
     level="production",
     source="contract: dropped-models; a cycle through hooks that Python's collector does not see",
     worlds=(2,),
     transports=("gloo", "cuda"),  # simulated ranks share the memory of one process
 )
-def test_a_model_that_is_dropped_leaves_nothing_behind(world, subject):
-    """Live bytes MUST NOT grow where models are wrapped, trained and dropped in turn."""
-    three = "another_lives, another_lives, another_lives"
-    same_as_alone(world, subject, three, looks=("sent",), values=False)
 
 
 def traceless(ctx, subject):

@@ -12,15 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spec_tests.chapters.ddp.replica import SEED, Replica
-from spec_tests.programs.law import same_as_alone, situations
+from spec_tests.programs.law import same_as_alone
 from spec_tests.programs.laws import agreement, traffic
 from spec_tests.rig import judge
-from spec_tests.rig.clause import clauses
+from spec_tests.rig.clause import clauses, rows
 from spec_tests.rig.judge import oracle
 from spec_tests.rig.ranks.recorder import Kind
 from spec_tests.rig.toys import TOYS
 
 clause = clauses(judges=("ddp", "ddp_bucketed"), level="production", worlds=(2, 3))
+holds = rows(clause, same_as_alone)
 BUCKETED = ("ddp_bucketed",)
 BUCKETS = "Li et al. 2020, section 3.2.2; torch reducer, compute_bucket_assignment_by_size"
 
@@ -96,22 +97,18 @@ def test_a_bucket_closes_near_its_size(world, subject, elements):
         )
 
 
-@clause(
+test_buckets_size_invariance = holds(
     "ddp.buckets.size-invariance",
-    level="correct",
-    judges=BUCKETED,
-    source="contract: mean-gradient; pytorch issue 30509",
-)
-@situations(
+    "Whatever the bucket size, gradients MUST be the same mean: packing is not arithmetic.",
     {
         f"{bucket}-{toy}": f"{toy} {bucket}: backward 0, zero_grad none, backward 1"
         for bucket in ("small", "tiny", "one")
         for toy in ("mlp", "ragged", "tied", "mixed")
-    }
+    },
+    level="correct",
+    judges=BUCKETED,
+    source="contract: mean-gradient; pytorch issue 30509",
 )
-def test_the_bucket_size_changes_no_gradient(world, subject, situation):
-    """Whatever the bucket size, gradients MUST be the same mean: packing is not arithmetic."""
-    same_as_alone(world, subject, situation)
 
 
 @clause(

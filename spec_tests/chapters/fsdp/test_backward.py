@@ -15,133 +15,94 @@ import pytest
 import torch
 from torch import nn
 
-from spec_tests.chapters.fsdp.sharded import (
-    BOTH,
-    FULLY_SHARD,
-    Own,
-    gradients_as_after,
-    of_integers,
-    on_rank,
-    steps_as_alone,
-)
-from spec_tests.programs.law import same_as_alone, situations
-from spec_tests.rig.clause import clauses
+from spec_tests.chapters.fsdp import sharded
+from spec_tests.programs.law import same_as_alone
+from spec_tests.rig.clause import clauses, rows
 from spec_tests.rig.toys import with_smallest_gradient
 
-clause = clauses(judges=FULLY_SHARD, level="correct", worlds=(2, 3))
+clause = clauses(judges=sharded.FULLY_SHARD, level="correct", worlds=(2, 3))
+holds = rows(clause, same_as_alone)
 
 PAPER = "Zhao et al. 2023, section 3.2"
 TRAINING = "test_fully_shard_training"
 
-
-@clause(
+test_mean_gradient = holds(
     "fsdp.backward.mean-gradient",
+    "A step MUST use the mean over ranks of the local gradients, in every row.",
+    # Not the sum, not the local one, not the mean divided once more.
+    "even: backward 0",
     level="course",
-    judges=BOTH,
+    judges=sharded.BOTH,
     source="contract: mean-gradient; " + PAPER,
     worlds=(2, 3, 4),
 )
-def test_a_step_uses_the_mean_gradient(world, subject):
-    """A step MUST use the mean over ranks of the local gradients, in every row.
 
-    Not the sum, not the local one, not the mean divided once more.
-    """
-    same_as_alone(world, subject, "even: backward 0")
-
-
-@clause(
+test_zero_grad_modes = holds(
     "fsdp.backward.zero-grad-modes",
-    judges=BOTH,
+    "After either way of `zero_grad` a step MUST use the mean gradient of the new batch alone.",
+    # A gradient of zeros has the shape of the shard: autograd cannot add a full one to it. The
+    # whole-model shape may be an error there.
+    {f"to-{how}": f"even: backward 0, zero_grad {how}, backward 1" for how in ("none", "zero")}
+    | {"to-zero-without-rows": "stack: backward 0, zero_grad zero, backward 1"},
+    judges=sharded.BOTH,
     source="contract: mean-gradient, zeroed; torch.optim.Optimizer.zero_grad",
 )
-@situations(
-    {f"to-{how}": f"even: backward 0, zero_grad {how}, backward 1" for how in ("none", "zero")}
-    | {"to-zero-without-rows": "stack: backward 0, zero_grad zero, backward 1"}
-)
-def test_either_way_of_zero_grad_clears_what_was_reduced(world, subject, situation):
-    """After either way of `zero_grad` a step MUST use the mean gradient of the new batch alone.
 
-    A gradient of zeros has the shape of the shard: autograd cannot add a full one to it. The
-    whole-model shape may be an error there.
-    """
-    same_as_alone(world, subject, situation)
-
-
-@clause(
+test_mean_gradient_of_any_model = holds(
     "fsdp.backward.mean-gradient-of-any-model",
-    judges=BOTH,
-    source="contract: mean-gradient, mixed-dtypes, tied, reused, frozen; " + PAPER,
-    worlds=(1, 2, 3),
-)
-@situations(
+    "Odd sizes, ties, reuse, frozen or unused layers MUST get mean gradients, or be refused.",
+    # Also in a world of one, where FSDP2 lost the gradient of a single row (pytorch issue 144045).
     {
         toy: f"{toy}: backward 0"
         for toy in ("ragged", "stack", "tied", "reused", "reordered", "two-dtypes", "unused")
     }
-    | {"frozen": "ragged not-the-middle: backward 0"}
+    | {"frozen": "ragged not-the-middle: backward 0"},
+    judges=sharded.BOTH,
+    source="contract: mean-gradient, mixed-dtypes, tied, reused, frozen; " + PAPER,
+    worlds=(1, 2, 3),
 )
-def test_a_step_uses_the_mean_gradient_of_any_model(world, subject, situation):
-    """Odd sizes, ties, reuse, frozen or unused layers MUST get mean gradients, or be refused.
 
-    In a world of one as well: there FSDP2 once lost the gradient of a single row (pytorch issue
-    144045).
-    """
-    same_as_alone(world, subject, situation)
-
-
-@clause(
+test_frozen_subset = holds(
     "fsdp.backward.frozen-subset",
+    "Frozen parameters MUST keep `grad is None`, and the others of their unit get the mean.",
+    {n: f"stack root not-the-{n}: backward 0" for n in ("ends", "middle")},
     source="contract: frozen-none; test_fully_shard_frozen, which freezes whole modules only",
     worlds=(3,),
 )
-@situations({n: f"stack root not-the-{n}: backward 0" for n in ("ends", "middle")})
-def test_any_subset_of_a_unit_may_be_frozen(world, subject, situation):
-    """Frozen parameters MUST keep `grad is None`, and the others of their unit get the mean."""
-    same_as_alone(world, subject, situation)
 
-
-@clause(
+test_frozen_for_a_step = holds(
     "fsdp.backward.frozen-for-a-step",
+    "What is frozen after a step MUST keep `grad is None`, and get the mean again once thawed.",
+    # Full parameters of the first step go on to require gradients, if nobody tells them.
+    "stack nested: backward 0, freeze 1, freeze 2, zero_grad none, backward 1, thaw 1, thaw 2, "
+    "zero_grad none, backward 2",
     source="contract: freezing, frozen-none; "
     "torch.Tensor.requires_grad_ on parameters: layers that are frozen or thawed in turn",
 )
-def test_parameters_may_be_frozen_and_thawed_between_steps(world, subject):
-    """What is frozen after a step MUST keep `grad is None`, and get the mean again once thawed.
-
-    Full parameters of the first step go on to require gradients, if nobody tells them.
-    """
-    same_as_alone(
-        world,
-        subject,
-        "stack nested: backward 0, freeze 1, freeze 2, zero_grad none, backward 1, thaw 1, thaw 2, "
-        "zero_grad none, backward 2",
-    )
 
 
 def layers(is_in_place):
     """Two layers with an activation after the first."""
     parts = nn.Linear(6, 12), nn.ReLU(inplace=is_in_place), nn.Linear(12, 12)
-    return of_integers(nn.Sequential(*parts))
+    return sharded.of_integers(nn.Sequential(*parts))
 
 
 @clause(
     "fsdp.backward.inputs-keep-their-gradient",
-    judges=BOTH,
+    judges=sharded.BOTH,
     source="contract: mean-gradient; "
     f"{PAPER}: parameters are averaged, activations are this rank's own",
 )
 def test_gradients_of_inputs_are_not_averaged(world, subject):
     """The gradient of a rank's inputs MUST be its own, neither averaged nor divided."""
-    own = Own(partial(layers, False), tracks_input=True)
-    steps_as_alone(world, subject, own, shown=("input",))
+    own = sharded.Own(partial(layers, False), tracks_input=True)
+    sharded.steps_as_alone(world, subject, own, shown=("input",))
 
 
-@clause(
+test_unused_unit = holds(
     "fsdp.backward.unused-unit",
-    source=f"contract: unused-none; {TRAINING}: unused modules",
-    worlds=(2,),
-)
-@situations(
+    "A unit left out on all ranks MUST keep None and disturb no gradient, then or used again.",
+    # So must what is left out of a unit that is used.
     {
         f"{case}-{units}": f"branches-in-turn {units}: " + ", zero_grad none, ".join(steps)
         for units in ("layers", "root")
@@ -149,31 +110,27 @@ def test_gradients_of_inputs_are_not_averaged(world, subject):
             "later": ("backward 1", "backward 0", "backward 3"),
             "less": ("backward 0", "backward 1", "backward 2"),
         }.items()
-    }
+    },
+    source=f"contract: unused-none; {TRAINING}: unused modules",
+    worlds=(2,),
 )
-def test_a_unit_may_be_left_out_and_come_back(world, subject, situation):
-    """A unit left out on all ranks MUST keep None and disturb no gradient, then or used again.
-
-    So must what is left out of a unit that is used.
-    """
-    same_as_alone(world, subject, situation)
 
 
 @clause(
     "fsdp.backward.in-place-after-a-layer",
-    judges=BOTH,
+    judges=sharded.BOTH,
     source="contract: mean-gradient; "
     "torch.nn.ReLU, inplace=True; what a custom autograd function gives back is a view",
     worlds=(2,),
 )
 def test_the_output_of_a_sharded_layer_may_be_changed_in_place(world, subject):
     """Where outputs of sharded layers are changed in place, a step MUST use the mean gradient."""
-    steps_as_alone(world, subject, Own(partial(layers, True)))
+    sharded.steps_as_alone(world, subject, sharded.Own(partial(layers, True)))
 
 
 def entangled(ctx, subject, scene, *backwards):
     """Gradients after two forwards and their backwards, in this order."""
-    rank = on_rank(ctx, subject, scene)
+    rank = sharded.on_rank(ctx, subject, scene)
     losses = {micro: rank.loss(micro) for micro in ("0", "1")}
     for micro in backwards:
         losses[micro].backward()
@@ -194,43 +151,32 @@ def test_several_forwards_may_wait_for_their_backward(world, subject, how):
         return
     one, other = ("0", "1") if how == "in-order" else ("1", "0")
     situation = f"stack nested: accumulate {one}, backward {other}"
-    gradients_as_after(world, subject, situation, entangled, one, other)
+    sharded.gradients_as_after(world, subject, situation, entangled, one, other)
 
 
-@clause(
+test_activation_checkpointing = holds(
     "fsdp.backward.activation-checkpointing",
-    source=f"contract: as-pytorch; {TRAINING}: activation checkpointing",
-    worlds=(2,),
-)
-@situations(
+    "Units recomputed in backward MUST get the same gradients as without recomputation.",
+    # A recomputation ends like a forward; freed there, weights are gone when backward needs them.
     {
         f"{how}-{case}": f"stack layers {word} {how}: backward 0"
         for how in ("called-again", "called-again-reentrant")
         for case, word in {"usual": "", "freed": "freed", "held": "held"}.items()
-    }
+    },
+    source=f"contract: as-pytorch; {TRAINING}: activation checkpointing",
+    worlds=(2,),
 )
-def test_recomputing_a_unit_changes_no_gradient(world, subject, situation):
-    """Units recomputed in backward MUST get the same gradients as without recomputation.
 
-    A recomputation ends like a forward; freed there, the weights are gone when backward needs them.
-    """
-    same_as_alone(world, subject, situation)
-
-
-@clause(
+test_gradients_are_shards = holds(
     "fsdp.backward.gradients-are-shards",
+    "A gradient MUST have its parameter's placements, shape and dtype, also on ranks without rows.",
+    # None where a rank has no rows, and its peers wait for it in the next clipping.
+    {toy: f"{toy}: backward 0" for toy in ("ragged", "two-dtypes")},
+    looks=("form",),
     source="contract: dtensors, MixedPrecisionPolicy/others-keep-dtype; "
     "test_fully_shard_init, check_sharded_parity; an optimizer steps over shards",
     worlds=(2, 4),
 )
-@situations({toy: f"{toy}: backward 0" for toy in ("ragged", "two-dtypes")})
-def test_gradients_are_sharded_as_their_parameters_are(world, subject, situation):
-    """A gradient MUST have its parameter's placements, shape and dtype, also on ranks without rows.
-
-    None where a rank has no rows, and its peers wait for it in the next clipping.
-    """
-    same_as_alone(world, subject, situation, looks=("form",))
-
 
 FREEZING = "freeze 1, freeze 2, zero_grad none, backward 1"
 THAWING = "thaw 1, thaw 2, zero_grad none, backward 2"
@@ -240,15 +186,12 @@ KEPT = {
     "evaluation": f"evaluate 5, backward 0, evaluate 5, {FREEZING}, evaluate 5, {THAWING}",
 }
 
-
-@clause(
+test_frozen_while_kept = holds(
     "fsdp.backward.frozen-while-kept",
+    "Freezing and thawing MUST count at the next forward, also where full weights are kept.",
+    {how: f"stack nested: {program}" for how, program in KEPT.items()},
     source="contract: freezing; full weights that outlive their pass",
 )
-@situations({how: f"stack nested: {program}" for how, program in KEPT.items()})
-def test_parameters_whose_full_weights_are_kept_may_be_frozen_and_thawed(world, subject, situation):
-    """Freezing and thawing MUST count at the next forward, also where full weights are kept."""
-    same_as_alone(world, subject, situation)
 
 
 class Branches(nn.Module):
@@ -299,12 +242,12 @@ def use_own(case, model, x):
 
 def branches():
     """The model, of integers."""
-    return of_integers(Branches())
+    return sharded.of_integers(Branches())
 
 
 def branched(case):
     """A model of one unit, which every rank calls, each its own layers in it."""
-    return Own(branches, partial(use_own, case), numbered, units="root", tracks_input=True)
+    return sharded.Own(branches, partial(use_own, case), numbered, units="root", tracks_input=True)
 
 
 @clause(
@@ -324,4 +267,4 @@ def test_what_some_ranks_do_not_use_is_averaged_with_zero(world, subject, case):
     division of the sum made it -0.0: an optimizer with weight decay updates what has one, and must
     do so on all ranks or on none.
     """
-    steps_as_alone(world, subject, branched(case), usual=branched(""), given=case)
+    sharded.steps_as_alone(world, subject, branched(case), usual=branched(""), given=case)

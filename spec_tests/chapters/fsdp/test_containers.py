@@ -10,19 +10,13 @@ import pytest
 import torch
 from torch import nn
 
-from spec_tests.chapters.fsdp.sharded import (
-    BOTH,
-    FULLY_SHARD,
-    Own,
-    of_integers,
-    steps_as_alone,
-)
+from spec_tests.chapters.fsdp import sharded
 from spec_tests.chapters.fsdp.test_precision import in_half
 from spec_tests.programs.laws import refusal
 from spec_tests.rig import judge
 from spec_tests.rig.clause import clauses
 
-clause = clauses(judges=FULLY_SHARD, level="correct", worlds=(2, 3))
+clause = clauses(judges=sharded.FULLY_SHARD, level="correct", worlds=(2, 3))
 
 
 class Both(NamedTuple):
@@ -83,7 +77,6 @@ class FilledLater:
 
 
 def filled(y: torch.Tensor, z: torch.Tensor) -> FilledLater:
-    """One of them, filled."""
     made = FilledLater()
     made.y, made.z = y, z
     return made
@@ -148,7 +141,7 @@ class Structured(nn.Module):
 
 def built(kind: str) -> Any:
     """A model of integers."""
-    return of_integers(Structured((KINDS | OWN)[kind]))
+    return sharded.of_integers(Structured((KINDS | OWN)[kind]))
 
 
 def called(model: Any, x: torch.Tensor, second_alone: bool = False) -> dict[str, torch.Tensor]:
@@ -160,15 +153,15 @@ def called(model: Any, x: torch.Tensor, second_alone: bool = False) -> dict[str,
     return {"second": second} | ({} if second_alone else {"first": first * found["times"]})
 
 
-def contained(kind: str) -> Own:
+def contained(kind: str) -> sharded.Own:
     """A model whose outputs sit in containers of a kind."""
     call = partial(called, second_alone=kind == "second-alone")
-    return Own(partial(built, kind), call, tracks_input=kind in KINDS)
+    return sharded.Own(partial(built, kind), call, tracks_input=kind in KINDS)
 
 
 @clause(
     "fsdp.forward.nested-containers",
-    judges=BOTH,
+    judges=sharded.BOTH,
     source="contract: containers, same-containers; "
     "test_fully_shard_training: inputs and outputs in containers, keyword arguments",
 )
@@ -182,7 +175,7 @@ def test_inputs_and_outputs_may_sit_in_containers(world, subject, outputs):
     may_refuse = outputs.startswith("dataclass")
     usual = contained("containers") if may_refuse else None
     own = contained(outputs)
-    steps_as_alone(world, subject, own, usual=usual, given=outputs, notes_late=may_refuse)
+    sharded.steps_as_alone(world, subject, own, usual=usual, given=outputs, notes_late=may_refuse)
 
 
 @clause(
@@ -198,7 +191,8 @@ def test_containers_of_ones_own_classes_are_taken_or_refused(world, subject, kin
     One that is not looked into hides that its backward begins; one that is made anew runs the
     code of its class a second time, and forgets what is no argument of it.
     """
-    steps_as_alone(world, subject, contained(kind), usual=contained("containers"), given=kind)
+    usual = contained("containers")
+    sharded.steps_as_alone(world, subject, contained(kind), usual=usual, given=kind)
 
 
 def boxed(ctx, subject, kind):

@@ -15,19 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from spec_tests.chapters.fsdp.sharded import (
-    FULLY_SHARD,
-    Own,
-    of_integers,
-    shard,
-    steps_as_alone,
-)
+from spec_tests.chapters.fsdp import sharded
 from spec_tests.programs.law import same_as_alone
 from spec_tests.programs.laws import refusal
 from spec_tests.rig import judge
 from spec_tests.rig.clause import clauses
 
-clause = clauses(judges=FULLY_SHARD, level="production")
+clause = clauses(judges=sharded.FULLY_SHARD, level="production")
 
 METHODS = "torch.distributed.fsdp.register_fsdp_forward_method; its test"
 IGNORED = "torch.distributed.fsdp.fully_shard, ignored_params; test_fully_shard_ignore_params"
@@ -64,7 +58,7 @@ class Encoder(nn.Module):
 
 def encoder() -> Any:
     """Of small integers."""
-    return of_integers(Encoder())
+    return sharded.of_integers(Encoder())
 
 
 def batch(rank: int) -> torch.Tensor:
@@ -102,8 +96,9 @@ def test_a_registered_method_is_like_forward(world, subject, way):
     then no end of anything.
     """
     called, method, is_freed = WAYS[way]
-    own = Own(encoder, partial(through, called), batch, units=["inner"])
-    ranks = steps_as_alone(world, subject, own, method=method, reshard_after_forward=is_freed)
+    own = sharded.Own(encoder, partial(through, called), batch, units=["inner"])
+    asked = (world, subject, own)
+    ranks = sharded.steps_as_alone(*asked, method=method, reshard_after_forward=is_freed)
     if is_freed:
         kinds = [rank["kinds"] for rank in ranks]
         judge.equal(kinds, ["DTensor"], quantity="kinds of parameters after the call")
@@ -138,7 +133,7 @@ def test_a_module_that_is_not_sharded_keeps_its_method(world, subject):
 def unregistered(ctx, subject, case):
     """What a method gives that nobody has registered; None where it raises."""
     module: Any = encoder().to(ctx.device)
-    shard(ctx, subject, module, ["inner"], reshard_after_forward=True)
+    sharded.shard(ctx, subject, module, ["inner"], reshard_after_forward=True)
     module(batch(ctx.rank).to(ctx.device)).sum().backward()  # as in the middle of a training
     with refusal.caught():
         found = CALLS[case](module, ctx.rank)

@@ -13,75 +13,61 @@ import pytest
 import torch
 from torch import nn
 
-from spec_tests.chapters.fsdp.sharded import (
-    BOTH,
-    FULLY_SHARD,
-    SEED,
-    on_rank,
-    shard,
-    trajectory,
-)
+from spec_tests.chapters.fsdp import sharded
 from spec_tests.programs.calls import parsed
-from spec_tests.programs.law import same_as_alone, situations
+from spec_tests.programs.law import same_as_alone
 from spec_tests.programs.laws import refusal
 from spec_tests.rig import judge
-from spec_tests.rig.clause import clauses
+from spec_tests.rig.clause import clauses, rows
 from spec_tests.rig.toys import TOYS
 
-clause = clauses(judges=BOTH, level="correct", worlds=(2, 3))
+clause = clauses(judges=sharded.BOTH, level="correct", worlds=(2, 3))
+holds = rows(clause, same_as_alone)
 
 PAPER = "Zhao et al. 2023, section 3.2"
 
-
-@clause("fsdp.forward.equals-plain", level="course", source="contract: plain-bits; " + PAPER)
-def test_the_output_is_that_of_the_plain_model(world, subject):
-    """A forward MUST give the bits that the plain model gives."""
-    same_as_alone(world, subject, "even: record 0")
-
-
-@clause(
-    "fsdp.forward.equals-any-plain-model",
-    source="contract: plain-bits, any-rows, tied, mixed-dtypes, reused; " + PAPER,
+test_equals_plain = holds(
+    "fsdp.forward.equals-plain",
+    "A forward MUST give the bits that the plain model gives.",
+    "even: record 0",
+    level="course",
+    source="contract: plain-bits; " + PAPER,
 )
-@situations(
+
+test_equals_any_plain_model = holds(
+    "fsdp.forward.equals-any-plain-model",
+    "Odd sizes, ties, reuse, mixed dtypes: a forward MUST give the plain bits, or be refused.",
     {
         toy: f"{toy}: record 0, record 1"
         for toy in ("ragged", "stack", "tied", "reused", "not-the-middle", "two-dtypes")
-    }
+    },
+    source="contract: plain-bits, any-rows, tied, mixed-dtypes, reused; " + PAPER,
 )
-def test_the_output_is_that_of_any_plain_model(world, subject, situation):
-    """Odd sizes, ties, reuse, mixed dtypes: a forward MUST give the plain bits, or be refused."""
-    same_as_alone(world, subject, situation)
 
+test_without_gradients = holds(
+    "fsdp.forward.without-gradients",
+    "Under `no_grad`, a forward MUST give the bits that the plain model gives.",
+    {toy: f"{toy}: evaluate 0, evaluate 1" for toy in ("even", "stack")},
+    source="contract: plain-bits; evaluation between steps",
+)
 
-@clause("fsdp.forward.without-gradients", source="contract: plain-bits; evaluation between steps")
-@situations({toy: f"{toy}: evaluate 0, evaluate 1" for toy in ("even", "stack")})
-def test_a_forward_without_gradients_gives_the_same_output(world, subject, situation):
-    """Under `no_grad`, a forward MUST give the bits that the plain model gives."""
-    same_as_alone(world, subject, situation)
-
-
-@clause(
+test_evaluation_leaves_no_trace = holds(
     "fsdp.forward.evaluation-leaves-no-trace",
-    source="contract: mean-gradient; "
-    "test_fully_shard_training; torch.inference_mode: its tensors take no part in autograd",
-    worlds=(2,),
-)
-@situations(
+    "A training step after an evaluation MUST have the same gradients as without it.",
     {
         "no-grad": "even: backward 4, zero_grad none, evaluate 5, backward 0",
         "inference": "even: backward 4, zero_grad none, infer 5, backward 0",
         "inference-first": "even: infer 5, backward 0",
-    }
+    },
+    source="contract: mean-gradient; "
+    "test_fully_shard_training; torch.inference_mode: its tensors take no part in autograd",
+    worlds=(2,),
 )
-def test_an_evaluation_changes_nothing_about_the_next_step(world, subject, situation):
-    """A training step after an evaluation MUST have the same gradients as without it."""
-    same_as_alone(world, subject, situation)
 
 
 @clause(
     "fsdp.forward.resharding-changes-no-bit",
-    judges=FULLY_SHARD,
+    judges=sharded.FULLY_SHARD,
     source="contract: plain-bits; "
     "reshard_after_forward trades memory for traffic, and nothing else",
 )
@@ -89,7 +75,7 @@ def test_an_evaluation_changes_nothing_about_the_next_step(world, subject, situa
 def test_what_is_kept_after_forward_changes_no_bit(world, subject, setting):
     """Whatever `reshard_after_forward` is, outputs and gradients MUST have the same bits."""
     runs = [
-        world.run(trajectory, subject, "stack", reshard_after_forward=value)
+        world.run(sharded.trajectory, subject, "stack", reshard_after_forward=value)
         for value in (setting, True)
     ]
 
@@ -97,16 +83,15 @@ def test_what_is_kept_after_forward_changes_no_bit(world, subject, setting):
     judge.tensors(*runs, quantity=quantity, given=f"{setting}, float32, steps of AdamW")
 
 
-@clause(
+test_resharding_to_a_part = holds(
     "fsdp.forward.resharding-to-a-part",
-    judges=FULLY_SHARD,
+    "With an int, outputs and gradients MUST have the same bits, or the int be refused.",
+    "stack in-part: backward 0, step, backward 1, evaluate 2",
+    judges=sharded.FULLY_SHARD,
     source="contract: partial-reshard; "
     "torch.distributed.fsdp.fully_shard: reshard_after_forward as an int",
     worlds=(4,),
 )
-def test_resharding_to_a_smaller_world_changes_nothing(world, subject):
-    """With an int, outputs and gradients MUST have the same bits, or the int be refused."""
-    same_as_alone(world, subject, "stack in-part: backward 0, step, backward 1, evaluate 2")
 
 
 class Scales(nn.Module):
@@ -123,13 +108,13 @@ class Scales(nn.Module):
 
 def output_of_two_dtypes(ctx, subject):
     """The output of one unit of two dtypes, in which either dtype would do."""
-    model = shard(ctx, subject, Scales().to(ctx.device), "root")
+    model = sharded.shard(ctx, subject, Scales().to(ctx.device), "root")
     return {"output": model(torch.ones(2, 4, device=ctx.device)).detach()}
 
 
 @clause(
     "fsdp.forward.two-dtypes-of-a-unit",
-    judges=FULLY_SHARD,
+    judges=sharded.FULLY_SHARD,
     source="contract: mixed-dtypes; float32 norms in a bfloat16 block",
     worlds=(2,),
 )
@@ -145,7 +130,7 @@ def test_each_weight_of_a_unit_computes_in_its_own_dtype(world, subject):
 
 def hooks_that_run(ctx, subject):
     """The hooks of the original that a forward of the sharded model runs, in order."""
-    rank, found = on_rank(ctx, subject, "even"), []
+    rank, found = sharded.on_rank(ctx, subject, "even"), []
     rank.module.register_forward_pre_hook(lambda *_: found.append("before"))
     rank.module.register_forward_hook(lambda *_: found.append("after"))
     rank.output("0")
@@ -169,7 +154,7 @@ def weights_that_hooks_see(ctx, subject):
     """The weight of a layer as its own hooks see it, which were there before it was sharded."""
     from torch.distributed.tensor import DTensor
 
-    module = TOYS["mlp"].build(SEED).to(ctx.device)
+    module = TOYS["mlp"].build(sharded.SEED).to(ctx.device)
     layer, seen = module.get_submodule("first"), {}
 
     def see(moment):
@@ -178,14 +163,15 @@ def weights_that_hooks_see(ctx, subject):
 
     layer.register_forward_pre_hook(lambda module, args: see("before its forward"))
     layer.register_forward_hook(lambda module, args, output: see("after its forward"))
-    shard(ctx, subject, module)(TOYS["mlp"].batch(SEED, rank=ctx.rank).to(ctx.device))
+    batch = TOYS["mlp"].batch(sharded.SEED, rank=ctx.rank)
+    sharded.shard(ctx, subject, module)(batch.to(ctx.device))
     return {moment: weight.detach() for moment, weight in seen.items()}
 
 
 @clause(
     "fsdp.forward.hooks-see-full-weights",
     level="production",
-    judges=FULLY_SHARD,
+    judges=sharded.FULLY_SHARD,
     source="contract: earlier-hooks; "
     "torch.nn.utils.spectral_norm: a forward pre-hook that computes with the weight",
     worlds=(2,),
@@ -194,17 +180,17 @@ def test_hooks_that_were_there_see_the_full_weights(world, subject):
     """Hooks that a module had before it was sharded MUST see its full weights."""
     ranks = world.run(weights_that_hooks_see, subject)
 
-    weight = TOYS["mlp"].build(SEED).get_parameter("first.weight").detach()
+    weight = TOYS["mlp"].build(sharded.SEED).get_parameter("first.weight").detach()
     moments = ("before its forward", "after its forward")
     judge.tensors(ranks, dict.fromkeys(moments, weight), quantity="weight that a hook sees")
 
 
 def derived(ctx, subject, calls):
     """Output and tangent of a forward under jvp after these calls, and those of the plain model."""
-    rank = on_rank(ctx, subject, "stack")
+    rank = sharded.on_rank(ctx, subject, "stack")
     rank.follow(parsed(calls))
-    inputs, found = TOYS["stack"].batch(SEED, rank=ctx.rank).to(ctx.device), []
-    for model in (rank.wrapped, TOYS["stack"].build(SEED).to(ctx.device)):
+    inputs, found = TOYS["stack"].batch(sharded.SEED, rank=ctx.rank).to(ctx.device), []
+    for model in (rank.wrapped, TOYS["stack"].build(sharded.SEED).to(ctx.device)):
         pair: Any = torch.func.jvp(model, (inputs,), (torch.ones_like(inputs),))
         found.append({"output": pair[0].detach(), "tangent": pair[1].detach()})
     return found
@@ -212,7 +198,7 @@ def derived(ctx, subject, calls):
 
 @clause(
     "fsdp.forward.under-a-transform",
-    judges=FULLY_SHARD,
+    judges=sharded.FULLY_SHARD,
     source="contract: jvp; torch.func.jvp; FSDP2 gathers outside of transforms",
     worlds=(2,),
 )

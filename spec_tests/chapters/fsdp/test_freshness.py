@@ -12,24 +12,17 @@ import pytest
 import torch
 from torch import nn
 
-from spec_tests.chapters.fsdp.sharded import (
-    BOTH,
-    FULLY_SHARD,
-    SEED,
-    finish,
-    full_parameters,
-    on_rank,
-    shard,
-)
+from spec_tests.chapters.fsdp import sharded
 from spec_tests.programs.calls import parsed
-from spec_tests.programs.law import follow, same_as_alone, situations
+from spec_tests.programs.law import follow, same_as_alone
 from spec_tests.programs.laws import refusal
 from spec_tests.rig import judge
-from spec_tests.rig.clause import clauses
+from spec_tests.rig.clause import clauses, rows
 from spec_tests.rig.judge import oracle
 from spec_tests.rig.judge.symptoms import Hint
 
-clause = clauses(judges=FULLY_SHARD, level="correct", worlds=(2, 3))
+clause = clauses(judges=sharded.FULLY_SHARD, level="correct", worlds=(2, 3))
+holds = rows(clause, same_as_alone)
 
 KEPT = "kept-after-backward"
 
@@ -40,9 +33,10 @@ STEPS = "backward 0, step, backward 1, step, evaluate 9"
 BY_HAND = "backward 0, unshard now, step, backward 1, unshard now, step, evaluate 9"
 BETWEEN = "backward 0, step_one first, unshard now, step_one second"
 
-
-@clause("fsdp.lifecycle.fresh-after-step", source="contract: fresh-weights")
-@situations(
+test_fresh_after_step = holds(
+    "fsdp.lifecycle.fresh-after-step",
+    "The forward after a step MUST use the new weights, whatever was kept unsharded before it.",
+    # Whoever reads version counters misses the foreach and fused updates, which move none.
     {case: f"even {word}: {STEPS}" for case, word in WORDS.items()}
     | {
         KEPT: f"even: keep True, {STEPS}",
@@ -50,33 +44,26 @@ BETWEEN = "backward 0, step_one first, unshard now, step_one second"
         f"{KEPT}-fused": f"even fused: keep True, {STEPS}",
         "by-hand": f"even: {BY_HAND}",
         "by-hand-between-two": f"even two-foreach: keep True, {BETWEEN}, evaluate 9",
-    }
+    },
+    source="contract: fresh-weights",
 )
-def test_a_forward_after_a_step_uses_the_new_weights(world, subject, situation):
-    """The forward after a step MUST use the new weights, whatever was kept unsharded before it.
 
-    Whoever reads version counters misses the foreach and fused updates, which move none.
-    """
-    same_as_alone(world, subject, situation)
-
-
-@clause(
+test_fresh_after_gather_in_flight = holds(
     "fsdp.lifecycle.fresh-after-gather-in-flight",
+    "What was gathered before a step MUST NOT be computed with after it, waited for or not.",
+    {"in-flight": f"even: {BY_HAND.replace('now', 'in-flight')}"},
     level="production",
     source="contract: fresh-weights, async-unshard; FSDPModule.unshard(async_op=True)",
     worlds=(2,),
 )
-@situations({"in-flight": f"even: {BY_HAND.replace('now', 'in-flight')}"})
-def test_a_gather_that_began_before_a_step_is_not_used_after_it(world, subject, situation):
-    """What was gathered before a step MUST NOT be computed with after it, waited for or not."""
-    same_as_alone(world, subject, situation)
 
-
-@clause("fsdp.lifecycle.fresh-after-evaluation", source="contract: fresh-weights", worlds=(2,))
-@situations({c: f"even {w}: backward 0, evaluate 1, step, evaluate 9" for c, w in WORDS.items()})
-def test_an_evaluation_before_a_step_leaves_nothing_stale(world, subject, situation):
-    """After backward, evaluation, step: the next forward MUST use the new weights."""
-    same_as_alone(world, subject, situation)
+test_fresh_after_evaluation = holds(
+    "fsdp.lifecycle.fresh-after-evaluation",
+    "After backward, evaluation, step: the next forward MUST use the new weights.",
+    {c: f"even {w}: backward 0, evaluate 1, step, evaluate 9" for c, w in WORDS.items()},
+    source="contract: fresh-weights",
+    worlds=(2,),
+)
 
 
 class Ladder(nn.Module):
@@ -96,11 +83,11 @@ class Ladder(nn.Module):
 
 def after_leaving_out(ctx, subject):
     """Output after a step, before which a forward left layers out."""
-    model: Any = shard(ctx, subject, Ladder().to(ctx.device), "layers")
+    model: Any = sharded.shard(ctx, subject, Ladder().to(ctx.device), "layers")
     optimizer = torch.optim.SGD(model.parameters(), lr=2.0**-4)
     x = torch.ones(1, 12, device=ctx.device)
     model(x).sum().backward()
-    finish(ctx, subject, model)
+    sharded.finish(ctx, subject, model)
     with torch.no_grad():
         model(x, 3)
     optimizer.step()
@@ -109,7 +96,7 @@ def after_leaving_out(ctx, subject):
 
 @clause(
     "fsdp.lifecycle.fresh-after-layers-left-out",
-    judges=BOTH,
+    judges=sharded.BOTH,
     source="contract: fresh-weights, unused",
 )
 def test_layers_that_a_forward_left_out_are_not_stale_after_a_step(world, subject):
@@ -143,46 +130,36 @@ FULL = {case: (word, "evaluate 0") for case, word in WORDS.items()} | {
     KEPT: ("", "keep True, backward 0")
 }
 
-
-@clause(
+test_fresh_after_load = holds(
     "fsdp.lifecycle.fresh-after-load",
-    source="contract: fresh-weights, state-dict",
-    worlds=(2,),
-)
-@situations(
+    "The forward after weights were loaded or written in place MUST use them.",
     {
         f"{kept}-{how}": f"even {word}: {before}{full}, {change}, evaluate 9"
         for kept, (word, full) in FULL.items()
         for how, (before, change) in WRITES.items()
-    }
+    },
+    source="contract: fresh-weights, state-dict",
+    worlds=(2,),
 )
-def test_a_forward_after_a_load_uses_the_loaded_weights(world, subject, situation):
-    """The forward after weights were loaded or written in place MUST use them."""
-    same_as_alone(world, subject, situation)
 
-
-@clause(
+test_fresh_after_writing_in_a_whole_model = holds(
     "fsdp.lifecycle.fresh-after-writing-in-a-whole-model",
+    "After its `parameters()` were written in place, a whole model's forward MUST use them.",
+    {
+        "evaluated": "even: evaluate 0, write parameters, evaluate 9",
+        "trained": "even: backward 0, write parameters, evaluate 9",
+    },
     judges=("fsdp",),
     source="contract: fresh-weights; moving averages, initialisations",
     worlds=(2,),
 )
-@situations(
-    {
-        "evaluated": "even: evaluate 0, write parameters, evaluate 9",
-        "trained": "even: backward 0, write parameters, evaluate 9",
-    }
-)
-def test_a_forward_of_a_whole_model_uses_weights_that_were_written(world, subject, situation):
-    """After its `parameters()` were written in place, a whole model's forward MUST use them."""
-    same_as_alone(world, subject, situation)
 
 
 def full_of_unsharded(ctx, subject, update):
     """Full parameters of what was unsharded by hand and then updated."""
-    rank = on_rank(ctx, subject, "stack")
+    rank = sharded.on_rank(ctx, subject, "stack")
     rank.follow(parsed(f"backward 0, unshard now, {update}"))
-    return full_parameters(ctx, rank.wrapped, rank.names)
+    return sharded.full_parameters(ctx, rank.wrapped, rank.names)
 
 
 @clause(
@@ -197,7 +174,7 @@ def test_full_parameters_of_what_is_unsharded_are_the_current_ones(world, subjec
     """After an update of what was unsharded by hand, full parameters MUST be the new ones."""
     found = world.run(full_of_unsharded, subject, update)
 
-    built = oracle.parameters("stack", SEED)
+    built = oracle.parameters("stack", sharded.SEED)
     new = {name: -value for name, value in built.items()}  # updates of programs turn the sign
     stale = Hint("the value before the update: what was unsharded is returned", built)
     judge.tensors(found, new, quantity="full parameter", hints=[stale])

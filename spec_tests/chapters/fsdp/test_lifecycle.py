@@ -38,11 +38,12 @@ from spec_tests.programs.laws import refusal, traffic
 from spec_tests.programs.on_ranks import copy_of
 from spec_tests.programs.planted import failing
 from spec_tests.rig import judge
-from spec_tests.rig.clause import clauses
+from spec_tests.rig.clause import clauses, rows
 from spec_tests.rig.judge import oracle
 from spec_tests.rig.toys import TOYS
 
 clause = clauses(judges=FULLY_SHARD, level="correct")
+holds = rows(clause, same_as_alone)
 
 
 def after_reset(ctx, subject, scene, call):
@@ -130,29 +131,22 @@ def test_two_models_do_not_disturb_each_other(world, subject):
 
 PARTS = {"rows": "rows", "not-neighbours": "every-second", "not-from-zero": "not-from-zero"}
 
-
-@clause(
+test_part_of_the_world = holds(
     "fsdp.lifecycle.part-of-the-world",
+    "On a mesh of a part of the ranks, gradients MUST be the mean over that part alone.",
+    # A rank's number in the world is not its place in the mesh.
+    {case: f"stack {word}: backward 1, backward 0" for case, word in PARTS.items()},
     source="contract: mean-gradient; torch.distributed.fsdp.fully_shard, mesh; verl issue 7493",
     worlds=(4,),
 )
-@situations({case: f"stack {word}: backward 1, backward 0" for case, word in PARTS.items()})
-def test_a_mesh_decides_who_talks_and_what_is_divided_by(world, subject, situation):
-    """On a mesh of a part of the ranks, gradients MUST be the mean over that part alone.
 
-    A rank's number in the world is not its place in the mesh.
-    """
-    same_as_alone(world, subject, situation)
-
-
-@clause(
+test_hybrid = holds(
     "fsdp.lifecycle.hybrid",
+    "On a mesh replicate x shard, gradients MUST be the mean over all ranks, or it be refused.",
+    "stack 2x2: backward 1, backward 0",
     source="contract: two-dims; fully_shard, mesh of two dimensions; pytorch issue 125484",
     worlds=(4,),
 )
-def test_a_hybrid_mesh_averages_over_replicas_and_shards(world, subject):
-    """On a mesh replicate x shard, gradients MUST be the mean over all ranks, or it be refused."""
-    same_as_alone(world, subject, "stack 2x2: backward 1, backward 0")
 
 
 def rows_here(ctx, subject, scene):
@@ -182,16 +176,14 @@ def test_the_first_dimension_of_a_mesh_replicates_and_the_second_shards(world, s
         judge.equal([found], wanted, quantity=f"rows of each parameter on rank {rank}")
 
 
-@clause(
+test_world_of_one = holds(
     "fsdp.lifecycle.world-of-one",
+    "In a world of one, gradients MUST be those of the plain model.",
+    {toy: f"{toy}: backward 0" for toy in ("even", "stack")},
     judges=BOTH,
     source="contract: mean-gradient; a job that is tried on one device",
     worlds=(1,),
 )
-@situations({toy: f"{toy}: backward 0" for toy in ("even", "stack")})
-def test_one_rank_alone_is_the_plain_model(world, subject, situation):
-    """In a world of one, gradients MUST be those of the plain model."""
-    same_as_alone(world, subject, situation)
 
 
 @clause(

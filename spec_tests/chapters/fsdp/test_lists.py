@@ -12,32 +12,20 @@ import pytest
 import torch
 from torch import nn
 
-from spec_tests.chapters.fsdp.sharded import (
-    FULLY_SHARD,
-    SEED,
-    Own,
-    inputs,
-    judge_messages,
-    numel,
-    of_integers,
-    shard,
-    sharded_toy,
-    steps_as_alone,
-    toy_of,
-)
+from spec_tests.chapters.fsdp import sharded
 from spec_tests.programs.laws import traffic
 from spec_tests.rig import judge
 from spec_tests.rig.clause import clauses
 from spec_tests.rig.toys import TOYS, sum_of_squares
 
-clause = clauses(judges=FULLY_SHARD, level="production")
+clause = clauses(judges=sharded.FULLY_SHARD, level="production")
 
 
 def in_one_call(ctx, subject, units):
     """What a second step sends; two layers are one unit."""
-    model = sharded_toy(ctx, subject, "even", units=(units,), reshard_after_forward=True)
+    model = sharded.sharded_toy(ctx, subject, "even", units=(units,), reshard_after_forward=True)
     for micro in (1, 0):
-        batch = TOYS["even"].batch(SEED, rank=ctx.rank, micro=micro).to(ctx.device)
+        batch = TOYS["even"].batch(sharded.SEED, rank=ctx.rank, micro=micro).to(ctx.device)
         with ctx.recording() as recorder:
             sum_of_squares(model(batch)).backward()
     return recorder.log()
@@ -53,10 +41,11 @@ def test_modules_of_one_call_travel_together(world, subject, units):
     """Modules that are sharded as a list MUST be gathered together, and reduced together."""
     logs = world.run(in_one_call, subject, units)
 
-    whole = numel("even")
+    whole = sharded.numel("even")
     sent = [(traffic.gathered(log, world.size), traffic.reduced(log)) for log in logs]
     judge.equal(sent, (2 * whole, whole), quantity="elements (gathered, reduced)")
-    judge_messages(logs, 2, "each module of the list is a unit, or is freed before the next runs")
+    likely = "each module of the list is a unit, or is freed before the next runs"
+    sharded.judge_messages(logs, 2, likely)
 
 
 class Apart(nn.Module):
@@ -79,12 +68,12 @@ def chunked(model, x):
 
 def apart():
     """Body and head, of integers."""
-    return of_integers(Apart())
+    return sharded.of_integers(Apart())
 
 
 LISTS = {
-    "tied": toy_of("tied", ["encode+decode"]),
-    "apart": Own(apart, chunked, units=["body+head"]),
+    "tied": sharded.toy_of("tied", ["encode+decode"]),
+    "apart": sharded.Own(apart, chunked, units=["body+head"]),
 }
 
 
@@ -96,7 +85,7 @@ LISTS = {
 @pytest.mark.parametrize("how", ["tied", "apart"])
 def test_modules_of_one_call_have_mean_gradients(world, subject, how):
     """Modules that are sharded as a list MUST get mean gradients, tied or called one by one."""
-    steps_as_alone(world, subject, LISTS[how], is_second=True, reshard_after_forward=True)
+    sharded.steps_as_alone(world, subject, LISTS[how], is_second=True, reshard_after_forward=True)
 
 
 def in_part(ctx, subject):
@@ -105,9 +94,9 @@ def in_part(ctx, subject):
     Without gradients: nothing is gathered ahead for a backward.
     """
     module: Any = apart().to(ctx.device)
-    shard(ctx, subject, module, ("body+head",), reshard_after_forward=True)
+    sharded.shard(ctx, subject, module, ("body+head",), reshard_after_forward=True)
     with torch.no_grad():
-        module(inputs(ctx.rank).to(ctx.device))
+        module(sharded.inputs(ctx.rank).to(ctx.device))
     with ctx.recording() as by_hand:
         module.body.unshard()
     return traffic.gathered(by_hand.log(), ctx.world_size)

@@ -14,26 +14,17 @@ import pytest
 import torch
 from torch import nn
 
-from spec_tests.chapters.fsdp.sharded import (
-    BOTH,
-    FULLY_SHARD,
-    Own,
-    finish,
-    full_parameters,
-    sent_by,
-    shard,
-    steps_as_alone,
-    toy_of,
-)
-from spec_tests.programs.law import same_as_alone, situations
+from spec_tests.chapters.fsdp import sharded
+from spec_tests.programs.law import same_as_alone
 from spec_tests.programs.laws import traffic
 from spec_tests.rig import judge
-from spec_tests.rig.clause import clauses
+from spec_tests.rig.clause import clauses, rows
 from spec_tests.rig.judge.symptoms import Hint
 
 POLICY = "torch.distributed.fsdp.MixedPrecisionPolicy"
-clause = clauses(judges=FULLY_SHARD, needs=("MixedPrecisionPolicy",), level="correct")
-of_both = clauses(judges=BOTH, level="correct")
+clause = clauses(judges=sharded.FULLY_SHARD, needs=("MixedPrecisionPolicy",), level="correct")
+holds = rows(clause, same_as_alone)
+of_both = clauses(judges=sharded.BOTH, level="correct")
 HALF = torch.bfloat16
 FINE = 2.0**-12
 """Lost next to 1 in both half precisions, and not in float32."""
@@ -42,7 +33,7 @@ FINE = 2.0**-12
 def in_half(ctx, subject, module, units: Any = "children", **policy):
     """`module`, sharded, computing in bfloat16."""
     policy = {"param_dtype": HALF, **policy}
-    return shard(ctx, subject, module.to(ctx.device), units, policy=policy)
+    return sharded.shard(ctx, subject, module.to(ctx.device), units, policy=policy)
 
 
 def constant(value, rows=4):
@@ -115,7 +106,7 @@ def small_updates(ctx, subject):
     for _ in range(16):
         optimizer.zero_grad()
         model(torch.arange(4, device=ctx.device)).sum().backward()
-        finish(ctx, subject, model)
+        sharded.finish(ctx, subject, model)
         optimizer.step()
     full = ctx.impl.full_parameters(model)
     return {"weight": next(iter(full.values())).detach().clone()}
@@ -137,14 +128,14 @@ def test_small_updates_are_not_rounded_away(world, subject):
     judge.tensors(ranks, right, quantity="weight after sixteen updates of 2**-12", hints=[stuck])
 
 
-@clause(
+test_shards_keep_their_dtype = holds(
     "fsdp.precision.shards-keep-their-dtype",
+    "Shards, their gradients and buffers MUST keep the original dtype.",
+    {"shards": "narrow brain: backward 0", "buffers": "even counting wide: backward 0"},
+    looks=("form",),
+    values=False,
     source=f"contract: others-keep-dtype, own-dtype; {POLICY}; pytorch issue 146114 on buffers",
 )
-@situations({"shards": "narrow brain: backward 0", "buffers": "even counting wide: backward 0"})
-def test_what_an_optimizer_sees_keeps_its_dtype(world, subject, situation):
-    """Shards, their gradients and buffers MUST keep the original dtype."""
-    same_as_alone(world, subject, situation, looks=("form",), values=False)
 
 
 def fine_weights(ctx, subject, moment):
@@ -152,7 +143,7 @@ def fine_weights(ctx, subject, moment):
     model = in_half(ctx, subject, fine())
     if moment == "after-forward":
         model(torch.zeros(1, dtype=torch.long, device=ctx.device))
-    return full_parameters(ctx, model, ("1.weight",))
+    return sharded.full_parameters(ctx, model, ("1.weight",))
 
 
 @of_both(
@@ -256,7 +247,7 @@ def dtypes_sent(log, kinds):
 def test_weights_and_gradients_travel_in_their_dtypes(world, subject, wide):
     """Weights MUST travel in param_dtype, gradients in reduce_dtype or else in param_dtype."""
     word = "brain-reduced-wide" if wide else "brain"
-    logs = world.run(sent_by, subject, f"narrow {word}", "backward 0")
+    logs = world.run(sharded.sent_by, subject, f"narrow {word}", "backward 0")
 
     found = [[dtypes_sent(log, k) for k in (traffic.GATHERS, traffic.REDUCTIONS)] for log in logs]
     reduced = ["float32"] if wide else ["bfloat16"]
@@ -286,7 +277,7 @@ def test_a_mean_that_float16_holds_does_not_overflow_on_the_way(world, subject):
 @clause(
     "fsdp.precision.two-dtypes-reduced-in-one",
     level="production",
-    judges=FULLY_SHARD,
+    judges=sharded.FULLY_SHARD,
     source="contract: grad-dtype",
     worlds=(2,),
 )
@@ -295,30 +286,26 @@ def test_gradients_of_two_dtypes_are_reduced_in_one(world, subject):
 
     It may be refused, by the forward: a backward has nobody to tell.
     """
-    own, usual = (toy_of(name, "root") for name in ("double", "even"))
+    own, usual = (sharded.toy_of(name, "root") for name in ("double", "even"))
     policy = {"reduce_dtype": torch.double}
-    ranks = steps_as_alone(world, subject, own, usual=usual, notes_late=True, policy=policy)
+    ranks = sharded.steps_as_alone(world, subject, own, usual=usual, notes_late=True, policy=policy)
     if ranks is not None:
         dtypes = {name: str(p.dtype) for name, p in own.build().named_parameters()}
         judge.equal([r["dtypes"] for r in ranks], dtypes, quantity="dtypes of gradients")
 
 
-@clause(
+test_casts_when_recomputed = holds(
     "fsdp.precision.casts-when-recomputed",
+    "A forward that a backward repeats MUST be cast as the first: checkpointing changes no bit.",
+    {
+        "around-the-model": "narrow brain-reduced-wide all-again: backward 0",
+        "around-units": "narrow brain-reduced-wide called-again: backward 0",
+    },
     level="production",
     source="contract: recomputed-casts; "
     "torch.utils.checkpoint around what calls a unit: it compares shapes and dtypes",
     worlds=(2,),
 )
-@situations(
-    {
-        "around-the-model": "narrow brain-reduced-wide all-again: backward 0",
-        "around-units": "narrow brain-reduced-wide called-again: backward 0",
-    }
-)
-def test_what_is_recomputed_has_the_same_dtypes(world, subject, situation):
-    """A forward that a backward repeats MUST be cast as the first: checkpointing changes no bit."""
-    same_as_alone(world, subject, situation)
 
 
 class UsedTwice(nn.Module):
@@ -352,6 +339,6 @@ def test_a_layer_used_twice_in_half_precision_gets_both_shares(world, subject):
 
     Each call may make its own cast copy, and the gradient of each must reach the shard.
     """
-    own, usual = (Own(build, batch=tokens) for build in (UsedTwice, used_once))
+    own, usual = (sharded.Own(build, batch=tokens) for build in (UsedTwice, used_once))
     policy = {"param_dtype": HALF}
-    steps_as_alone(world, subject, own, usual=usual, shown=("weights",), policy=policy)
+    sharded.steps_as_alone(world, subject, own, usual=usual, shown=("weights",), policy=policy)

@@ -13,11 +13,12 @@ import pytest
 
 from spec_tests.chapters.fsdp.sharded import BOTH, FULLY_SHARD
 from spec_tests.programs import draw
-from spec_tests.programs.law import same_as_alone, situations
+from spec_tests.programs.law import same_as_alone
 from spec_tests.programs.laws import schedules
-from spec_tests.rig.clause import clauses
+from spec_tests.rig.clause import clauses, rows
 
 clause = clauses(judges=FULLY_SHARD, level="correct")
+holds = rows(clause, same_as_alone)
 
 TWO_STEPS_OF_PAIRS = (
     "backward 0, step, accumulate 1, backward 2, step, backward 3",
@@ -54,17 +55,13 @@ def test_any_situation_of_production_does_what_one_process_does(world, subject, 
     draw.judge_part(world, subject, "production", part, looks=True)
 
 
-@clause(
+test_fresh_after_exception = holds(
     "fsdp.lifecycle.fresh-after-exception",
+    "After an exception in forward was caught and a step taken, a forward MUST see new weights.",
+    # What the interrupted forward had gathered has no end of forward that would free it.
+    {"last": "mlp freed: backward 0, fails 1 last, step, evaluate 2"},
     source="contract: fresh-weights, after-exception",
 )
-@situations({"last": "mlp freed: backward 0, fails 1 last, step, evaluate 2"})
-def test_a_step_after_an_interrupted_forward_is_seen(world, subject, situation):
-    """After an exception in forward was caught and a step taken, a forward MUST see new weights.
-
-    What the interrupted forward had gathered has no end of forward that would free it.
-    """
-    same_as_alone(world, subject, situation)
 
 
 @clause(

@@ -12,19 +12,12 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from spec_tests.chapters.fsdp.sharded import (
-    BOTH,
-    FULLY_SHARD,
-    finish,
-    judge_gradients,
-    on_rank,
-    shard,
-)
+from spec_tests.chapters.fsdp import sharded
 from spec_tests.programs.laws import additions, refusal
 from spec_tests.rig import judge
 from spec_tests.rig.clause import clauses
 
-clause = clauses(judges=FULLY_SHARD, level="production")
+clause = clauses(judges=sharded.FULLY_SHARD, level="production")
 
 PAGE = "torch.distributed.fsdp.fully_shard; test_fully_shard_init"
 
@@ -333,7 +326,7 @@ def _judge_unequal(world, subject, difference):
 
 def without_forward(ctx, subject, how):
     """The error of a backward that has no forward, and the gradients of the next clean step."""
-    rank = on_rank(ctx, subject, "stack")
+    rank = sharded.on_rank(ctx, subject, "stack")
     with torch.set_grad_enabled(how != "no-grad"):
         loss = rank.loss("3")
     if how == "twice":
@@ -354,17 +347,17 @@ def test_a_backward_without_its_forward_is_an_error_and_no_more(world, subject, 
     said, gradients = zip(*world.run(without_forward, subject, how), strict=True)
 
     refusal.on_all_ranks(said, given=f"after {how}")
-    judge_gradients(gradients, subject, "stack: backward 0", given=f"after {how}")
+    sharded.judge_gradients(gradients, subject, "stack: backward 0", given=f"after {how}")
 
 
 def added_later(ctx, subject, addition):
     """Gradients of what is added to a model that has trained for a step."""
-    return additions.trained(ctx, shard, finish, subject, addition)
+    return additions.trained(ctx, sharded.shard, sharded.finish, subject, addition)
 
 
 @clause(
     "fsdp.refusals.parameters-added-later",
-    judges=BOTH,
+    judges=sharded.BOTH,
     source="contract: added-later; LoRA, added after fully_shard; load_state_dict(assign=True)",
 )
 @pytest.mark.parametrize("addition", additions.ADDITIONS)

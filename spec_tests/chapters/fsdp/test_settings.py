@@ -11,29 +11,22 @@ from typing import Any
 import pytest
 from torch import nn
 
-from spec_tests.chapters.fsdp.sharded import (
-    FULLY_SHARD,
-    judge_gradients,
-    numel,
-    on_rank,
-    recorded,
-)
+from spec_tests.chapters.fsdp import sharded
 from spec_tests.programs.calls import parsed
-from spec_tests.programs.law import same_as_alone, situations
+from spec_tests.programs.law import same_as_alone
 from spec_tests.programs.laws import traffic
 from spec_tests.rig import judge
-from spec_tests.rig.clause import clauses
+from spec_tests.rig.clause import clauses, rows
 
-clause = clauses(judges=FULLY_SHARD, level="production")
+clause = clauses(judges=sharded.FULLY_SHARD, level="production")
+holds = rows(clause, same_as_alone)
 
-
-@clause(
-    "fsdp.accumulation.last-backward", source="contract: setters; FSDPModule.set_is_last_backward"
+test_last_backward = holds(
+    "fsdp.accumulation.last-backward",
+    "After the last backward of a window, gradients MUST be the mean over all of it.",
+    "stack: early 0, early 1, backward 2",
+    source="contract: setters; FSDPModule.set_is_last_backward",
 )
-def test_reductions_that_need_not_be_finished_are_by_the_last_backward(world, subject):
-    """After the last backward of a window, gradients MUST be the mean over all of it."""
-    same_as_alone(world, subject, "stack: early 0, early 1, backward 2")
-
 
 WINDOWS = {
     # Replicas are averaged again from the next micro-batch on: by the same setter after an odd
@@ -46,54 +39,42 @@ WINDOWS = {
     "again": "even 2x2: partly 1, backward 0, zero_grad none, partly 3, backward 2",
 }
 
-
-@clause(
+test_all_reduce_at_the_last = holds(
     "fsdp.accumulation.all-reduce-at-the-last",
+    "Without all-reduce, micro-batches MUST be summed over shards and averaged with the last one.",
+    # What waits for replicas waits like any other gradient: `zero_grad` discards it, and the last
+    # micro-batch averages it also where that does not use its layer.
+    WINDOWS,
+    looks=("sent",),
     source="contract: setters, zero-grad; "
     "FSDPModule.set_requires_all_reduce; test_fully_shard_training, HSDP",
     worlds=(4,),
 )
-@situations(WINDOWS)
-def test_replicas_are_averaged_once_per_window(world, subject, situation):
-    """Without all-reduce, micro-batches MUST be summed over shards and averaged with the last one.
 
-    What waits for replicas waits like any other gradient: `zero_grad` discards it, and the last
-    micro-batch averages it also where that does not use its layer.
-    """
-    same_as_alone(world, subject, situation, looks=("sent",))
-
-
-@clause(
-    "fsdp.backward.divide-factor", source="contract: setters; FSDPModule.set_gradient_divide_factor"
+test_divide_factor = holds(
+    "fsdp.backward.divide-factor",
+    "With a divide factor, gradients MUST be the sum over ranks divided by it alone.",
+    {word: f"stack {word}: backward 0" for word in ("undivided", "by-four", "by-a-half")},
+    source="contract: setters; FSDPModule.set_gradient_divide_factor",
 )
-@situations({word: f"stack {word}: backward 0" for word in ("undivided", "by-four", "by-a-half")})
-def test_sums_are_divided_by_the_factor(world, subject, situation):
-    """With a divide factor, gradients MUST be the sum over ranks divided by it alone."""
-    same_as_alone(world, subject, situation)
 
-
-@clause(
+test_divide_factor_over_replicas = holds(
     "fsdp.backward.divide-factor-over-replicas",
+    "With a divide factor, the sum over shards and replicas MUST be divided by it alone.",
+    # Also with one rank per shard group: nothing is reduced over shards (pytorch pull 167178).
+    {"2x2": "stack 2x2 by-two: backward 0", "4x1": "stack replicas by-two: backward 0"},
     source="contract: setters; FSDPModule.set_gradient_divide_factor",
     worlds=(4,),
 )
-@situations({"2x2": "stack 2x2 by-two: backward 0", "4x1": "stack replicas by-two: backward 0"})
-def test_sums_over_replicas_are_divided_by_the_factor(world, subject, situation):
-    """With a divide factor, the sum over shards and replicas MUST be divided by it alone.
-
-    Also with one rank per shard group, where nothing is reduced over shards (pytorch pull request
-    167178).
-    """
-    same_as_alone(world, subject, situation)
 
 
 def without_weights(ctx, subject):
     """What a step gathers with unshard-in-backward off for an embedding, and gradients."""
-    rank = on_rank(ctx, subject, "even freed")
+    rank = sharded.on_rank(ctx, subject, "even freed")
     embed: Any = rank.module.embed
     embed.set_unshard_in_backward(False)
     rank.backward("1")
-    sent = recorded(ctx, rank, "0")
+    sent = sharded.recorded(ctx, rank, "0")
     return traffic.gathered(sent, ctx.world_size), rank.gradients()
 
 
@@ -108,9 +89,9 @@ def test_a_unit_that_needs_no_weights_in_backward_is_not_gathered_there(world, s
     """
     gathered, gradients = zip(*world.run(without_weights, subject), strict=True)
 
-    expected = 2 * numel("even") - numel("even", "embed")
+    expected = 2 * sharded.numel("even") - sharded.numel("even", "embed")
     judge.equal(gathered, expected, quantity="elements gathered in forward and backward")
-    judge_gradients(gradients, subject, "even: accumulate 1, backward 0")
+    sharded.judge_gradients(gradients, subject, "even: accumulate 1, backward 0")
 
 
 LESS = {
@@ -124,13 +105,13 @@ LESS = {
 
 def switched_off(ctx, subject, setter, **recurse):
     """What two passes send, the first with a setting that the outermost unit is told."""
-    rank = on_rank(ctx, subject, "even freed")
+    rank = sharded.on_rank(ctx, subject, "even freed")
     rank.follow(parsed("backward 5, zero_grad none"))
     change: Any = getattr(rank.wrapped, setter)
     change(False, **recurse)
-    first = recorded(ctx, rank, "0")
+    first = sharded.recorded(ctx, rank, "0")
     change(True, **recurse)
-    second = recorded(ctx, rank, "1")
+    second = sharded.recorded(ctx, rank, "1")
     gathered = [traffic.gathered(log, ctx.world_size) for log in (first, second)]
     return [gathered[0], traffic.reduced(first), gathered[1]], rank.gradients()
 
@@ -156,12 +137,12 @@ def test_a_setting_reaches_inner_units(world, subject, setter):
 
 def _judge_switched(ranks, setter, *changed):
     sent, gradients = zip(*ranks, strict=True)
-    whole, part = numel("even"), numel("even", *changed)
+    whole, part = sharded.numel("even"), sharded.numel("even", *changed)
     copies = zip((2, 1, 2), LESS[setter], strict=True)
     expected = [whole * number - part * less for number, less in copies]
     what = "elements gathered in a pass, reduced in it, and gathered in the next pass"
     judge.equal(sent, expected, quantity=what)
-    judge_gradients(gradients, "fully_shard", "even: accumulate 0, backward 1")
+    sharded.judge_gradients(gradients, "fully_shard", "even: accumulate 0, backward 1")
 
 
 def along_columns(ctx, subject):

@@ -16,16 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from spec_tests.chapters.fsdp.sharded import (
-    BOTH,
-    FULLY_SHARD,
-    SEED,
-    finish,
-    full_parameters,
-    on_rank,
-    sharded_toy,
-    trajectory,
-)
+from spec_tests.chapters.fsdp import sharded
 from spec_tests.programs.calls import parsed
 from spec_tests.programs.laws import equivalence, refusal
 from spec_tests.rig import judge
@@ -34,7 +25,7 @@ from spec_tests.rig.judge import oracle
 from spec_tests.rig.judge.tolerance import rounding
 from spec_tests.rig.toys import TOYS, sum_of_squares
 
-clause = clauses(judges=BOTH, level="correct")
+clause = clauses(judges=sharded.BOTH, level="correct")
 
 STEPS = 4
 RATE = 2.0**-16
@@ -45,16 +36,16 @@ DECAY = 2.0**8
 
 def trained(ctx, subject, toy, seed, steps, decay=0.0):
     """Full weights after training with momentum on this rank's share of every batch."""
-    model = sharded_toy(ctx, subject, toy, seed)
+    model = sharded.sharded_toy(ctx, subject, toy, seed)
     settings = {"lr": RATE, "momentum": 0.9, "weight_decay": decay, "foreach": False}
     optimizer = torch.optim.SGD(model.parameters(), **settings)
     for step in range(steps):
         optimizer.zero_grad()
         batch = TOYS[toy].batch(seed, rank=ctx.rank, micro=step).to(ctx.device)
         (ctx.world_size * sum_of_squares(model(batch))).backward()
-        finish(ctx, subject, model)
+        sharded.finish(ctx, subject, model)
         optimizer.step()
-    return full_parameters(ctx, model, [*oracle.parameters(toy, seed)])
+    return sharded.full_parameters(ctx, model, [*oracle.parameters(toy, seed)])
 
 
 def _judge_training(ranks, size, toy, seed, decay=0.0):
@@ -96,7 +87,7 @@ def test_training_any_model_in_shards_equals_training_on_the_whole(world, subjec
 
 def identities(ctx, subject):
     """Which Parameter objects there are at the start, and whether they are so after each phase."""
-    rank = on_rank(ctx, subject, "even")
+    rank = sharded.on_rank(ctx, subject, "even")
     start, (optimizer,) = dict(rank.module.named_parameters()), rank.optimizers
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     found = {"in the optimizer": sorted(n for n, p in start.items() if id(p) not in held)}
@@ -116,7 +107,7 @@ def identities(ctx, subject):
 
 @clause(
     "fsdp.training.same-parameter-objects",
-    judges=FULLY_SHARD,
+    judges=sharded.FULLY_SHARD,
     source="contract: as-pytorch; test_fully_shard_state; pytorch issue 149205",
 )
 def test_the_optimizer_keeps_the_objects_that_it_was_given(world, subject):
@@ -137,9 +128,9 @@ def test_the_optimizer_keeps_the_objects_that_it_was_given(world, subject):
 )
 def test_the_same_run_twice_gives_the_same_bits(world, subject):
     """Two equal runs MUST end with equal bits, on all ranks: no race decides a result."""
-    first, second = (world.run(trajectory, subject, "even") for _ in range(2))
+    first, second = (world.run(sharded.trajectory, subject, "even") for _ in range(2))
 
-    weights = [{n: rank[n] for n in oracle.parameters("even", SEED)} for rank in first]
+    weights = [{n: rank[n] for n in oracle.parameters("even", sharded.SEED)} for rank in first]
     judge.same_on_all_ranks(weights, quantity="full weight", given="float32, AdamW")
     judge.tensors(second, first, quantity="value of the first run", given="float32, AdamW")
 
@@ -151,7 +142,7 @@ def at_a_moment(ctx, subject, calls):
     """Keys of the state dict, entries that are not sharded, and its values put together."""
     from torch.distributed.tensor import DTensor
 
-    rank = on_rank(ctx, subject, "stack")
+    rank = sharded.on_rank(ctx, subject, "stack")
     rank.follow(parsed(calls))
     state: dict[str, Any] = rank.wrapped.state_dict()
     names = dict(rank.module.named_buffers())
@@ -171,7 +162,7 @@ MOMENTS = {
     "fsdp.state-dict.sharded-at-any-moment",
     source="contract: state-dict, dtensors; " + PAGE,
     worlds=(2, 3),
-    judges=FULLY_SHARD,
+    judges=sharded.FULLY_SHARD,
 )
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_a_state_dict_is_sharded_whatever_came_before(world, subject, moment):
@@ -179,21 +170,21 @@ def test_a_state_dict_is_sharded_whatever_came_before(world, subject, moment):
     ranks = world.run(at_a_moment, subject, MOMENTS[moment])
     keys, whole, values = zip(*ranks, strict=True)
 
-    judge.equal(keys, list(TOYS["stack"].build(SEED).state_dict()), quantity="keys")
+    judge.equal(keys, list(TOYS["stack"].build(sharded.SEED).state_dict()), quantity="keys")
     judge.equal(whole, [], quantity="entries that are not sharded")
-    built = oracle.parameters("stack", SEED)
+    built = oracle.parameters("stack", sharded.SEED)
     judge.tensors(values, built, quantity="value in the state dict", given=moment)
 
 
 def carried_over(ctx, subject, toy):
     """Missing keys, weights and outputs of a model that had a step, and of one that loaded them."""
-    first, second = on_rank(ctx, subject, toy), on_rank(ctx, subject, toy)
+    first, second = sharded.on_rank(ctx, subject, toy), sharded.on_rank(ctx, subject, toy)
     first.follow(parsed("backward 0, step"))
     state = {name: value.clone() for name, value in first.wrapped.state_dict().items()}
     second.write("parameters")  # to other values
     second.evaluate("0")
     missing = second.wrapped.load_state_dict(state, strict=True)
-    weights = [full_parameters(ctx, each.wrapped, each.names) for each in (first, second)]
+    weights = [sharded.full_parameters(ctx, each.wrapped, each.names) for each in (first, second)]
     outputs = [{"output": each.output("3").detach()} for each in (first, second)]
     return [*missing.missing_keys, *missing.unexpected_keys], weights, outputs
 
@@ -202,7 +193,7 @@ def carried_over(ctx, subject, toy):
     "fsdp.state-dict.round-trip",
     source="contract: as-pytorch; " + PAGE,
     worlds=(3,),
-    judges=FULLY_SHARD,
+    judges=sharded.FULLY_SHARD,
 )
 @pytest.mark.parametrize("toy", ["ragged", "tied"])
 def test_what_one_model_gives_another_takes(world, subject, toy):

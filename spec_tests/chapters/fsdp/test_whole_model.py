@@ -11,38 +11,26 @@ import pytest
 import torch
 from torch import nn
 
-from spec_tests.chapters.fsdp.sharded import (
-    Own,
-    finish,
-    numel,
-    of_integers,
-    second_step,
-    steps_as_alone,
-    toy_of,
-)
+from spec_tests.chapters.fsdp import sharded
 from spec_tests.chapters.fsdp.test_precision import HALF, constant, embedding
-from spec_tests.programs.law import same_as_alone, situations
+from spec_tests.programs.law import same_as_alone
 from spec_tests.programs.laws import footprint, refusal, traffic
 from spec_tests.rig import judge
-from spec_tests.rig.clause import clauses
+from spec_tests.rig.clause import clauses, rows
 
 clause = clauses(judges=("fsdp",), level="correct", worlds=(2, 4))
+holds = rows(clause, same_as_alone)
 ROWS = 480
 """Of a table: two, three and four ranks divide them."""
 
-
-@clause(
+test_frozen_in_a_whole_model = holds(
     "fsdp.backward.frozen-in-a-whole-model",
+    "Frozen weights of a whole model MUST stay frozen, or be refused; the others get the mean.",
+    # A Parameter made of the shard trains, whatever the weight was.
+    {n: f"even not-the-{n}: backward 0" for n in ("ends", "middle")},
     source="contract: frozen; `nn.Parameter(shard)` trains",
     worlds=(2, 3),
 )
-@situations({n: f"even not-the-{n}: backward 0" for n in ("ends", "middle")})
-def test_frozen_weights_of_a_whole_model_stay_frozen(world, subject, situation):
-    """Frozen weights of a whole model MUST stay frozen, or be refused; the others get the mean.
-
-    A Parameter made of the shard trains, whatever the weight was.
-    """
-    same_as_alone(world, subject, situation)
 
 
 class Gain(nn.Module):
@@ -69,7 +57,8 @@ class PositionEmbedding(nn.Module):
 
 def deep():
     """A layer, a factor two modules below, and a table."""
-    return of_integers(nn.Sequential(nn.Linear(4, 4), nn.Sequential(Gain()), PositionEmbedding()))
+    parts = (nn.Linear(4, 4), nn.Sequential(Gain()), PositionEmbedding())
+    return sharded.of_integers(nn.Sequential(*parts))
 
 
 def batch_of(rank):
@@ -78,9 +67,9 @@ def batch_of(rank):
 
 
 RESTS = {
-    "gain": toy_of("even"),
-    "1.0.gain": Own(deep, batch=batch_of),
-    "2.table": Own(deep, batch=batch_of),
+    "gain": sharded.toy_of("even"),
+    "1.0.gain": sharded.Own(deep, batch=batch_of),
+    "2.table": sharded.Own(deep, batch=batch_of),
 }
 """Models, by the name of a parameter of no layer."""
 
@@ -88,7 +77,7 @@ RESTS = {
 def judge_rest(world, subject, name):
     """It must be plain and whole, and a step must use its mean gradient."""
     __tracebackhide__ = True
-    ranks = steps_as_alone(world, subject, RESTS[name], shown=("weights",))
+    ranks = sharded.steps_as_alone(world, subject, RESTS[name], shown=("weights",))
     is_whole = [name in rank["whole"] for rank in ranks]
     judge.equal(
         is_whole, True, quantity=f"{name!r}, which belongs to no layer, is plain and whole:"
@@ -131,37 +120,29 @@ def test_a_class_that_is_only_named_like_a_layer_is_none(world, subject):
     judge_rest(world, subject, "2.table")
 
 
-@clause(
+test_thawed_rest = holds(
     "fsdp.backward.thawed-rest",
+    "A parameter of no layer that is thawed MUST get the mean gradient, or be refused.",
+    "even not-the-first: backward 0, zero_grad none, thaw 0, backward 1",
     level="production",
     source="contract: thawed-rest; ours, once: each rank trained what had been frozen by itself",
     worlds=(2,),
 )
-def test_what_is_no_layer_is_averaged_when_it_is_thawed(world, subject):
-    """A parameter of no layer that is thawed MUST get the mean gradient, or be refused."""
-    same_as_alone(
-        world,
-        subject,
-        "even not-the-first: backward 0, zero_grad none, thaw 0, backward 1",
-    )
 
+test_accumulation_of_a_whole_model = holds(
+    "fsdp.accumulation.of-a-whole-model",
+    "Without `zero_grad`, gradients of a whole model MUST accumulate, or be refused with an error.",
+    # Code that sets the shard's gradient where it should add trains on the last micro-batch alone.
+    "even: backward 0, backward 1",
+    source="contract: adds-up",
+)
 
-@clause("fsdp.accumulation.of-a-whole-model", source="contract: adds-up")
-def test_gradients_of_a_whole_model_add_up_until_they_are_cleared(world, subject):
-    """Without `zero_grad`, gradients of a whole model MUST accumulate, or be refused with an error.
-
-    Code that sets the shard's gradient where it ought to add trains on the last micro-batch alone.
-    """
-    same_as_alone(world, subject, "even: backward 0, backward 1")
-
-
-@clause(
+test_one_finish = holds(
     "fsdp.accumulation.one-finish",
+    "Two backwards of a whole model and one finish MUST give the mean of both, or be an error.",
+    "even: several 0 1",
     source="contract: finish_gradient_synchronization/several-backwards, adds-up",
 )
-def test_two_backwards_of_a_whole_model_and_one_finish_add_up(world, subject):
-    """Two backwards of a whole model and one finish MUST give the mean of both, or be an error."""
-    same_as_alone(world, subject, "even: several 0 1")
 
 
 @clause(
@@ -181,13 +162,12 @@ def test_a_whole_model_sends_no_gradient_inside_no_sync(world, subject):
     same_as_alone(world, subject, "even: leave, nested 0 1, backward 2")
 
 
-@clause(
+test_finish_is_idempotent = holds(
     "fsdp.backward.finish-is-idempotent",
+    "A second `finish_gradient_synchronization` MUST NOT change what the next update uses.",
+    "even: backward 0, finish",
     source="contract: finish_gradient_synchronization/called-again",
 )
-def test_a_second_finish_of_a_whole_model_changes_nothing(world, subject):
-    """A second `finish_gradient_synchronization` MUST NOT change what the next update uses."""
-    same_as_alone(world, subject, "even: backward 0, finish")
 
 
 class Projection(nn.Linear):
@@ -276,9 +256,9 @@ def _is_divided(ranks, given, likely):
 )
 def test_a_step_of_a_whole_model_sends_three_copies(world, subject):
     """A whole model's step MUST gather weights twice at most and reduce once, in their dtypes."""
-    logs = world.run(second_step, subject, "even")
+    logs = world.run(sharded.second_step, subject, "even")
 
-    whole, weights = numel("even"), numel("even") - numel("even", "gain")
+    whole, weights = sharded.numel("even"), sharded.numel("even") - sharded.numel("even", "gain")
     copies = [sum(e.bytes for e in log.collectives(*traffic.GATHERS)) / 4 / weights for log in logs]
     judge.holds(
         max(copies) <= 2,
@@ -295,7 +275,7 @@ def gathered_bytes(ctx, subject):
     model = ctx.impl.fsdp(layers, compute_dtype=HALF)
     with ctx.recording() as recorder:
         model(torch.arange(4, device=ctx.device)).sum().backward()
-        finish(ctx, subject, model)
+        sharded.finish(ctx, subject, model)
     found: dict[str, float] = {}
     for event in recorder.log().collectives(*traffic.GATHERS):
         word = "+".join(event.dtypes)

@@ -33,8 +33,8 @@ class Stack(nn.Module):
         """Logits."""
         x = self.embedding(ids)
         for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return self.head(x)
+            x = torch.tanh(layer(x.to(layer.weight.dtype)))
+        return self.head(x.to(self.head.weight.dtype))
 
 
 class Checkpointed(Stack):
@@ -63,6 +63,7 @@ class Case:
     kind: type[Stack] = Stack
     ties: bool = False
     frozen_layers: int = 0
+    narrow_layers: int = 0
     dtype: torch.dtype = torch.float32
 
     def build(self, device: torch.device | str) -> Stack:
@@ -73,6 +74,7 @@ class Case:
             model.head.weight = model.embedding.weight
         for layer in model.layers[: self.frozen_layers]:
             layer.requires_grad_(False)
+        model.layers[: self.narrow_layers].to(torch.bfloat16)
         return model
 
     @property
@@ -92,6 +94,7 @@ CASES = {
     "tied": Case(512, 32, 2, batch_size=2, sequence_length=8, ties=True),
     "frozen": Case(8, 128, 8, batch_size=1, sequence_length=2, frozen_layers=6),
     "bfloat16": Case(64, 32, 3, batch_size=2, sequence_length=8, dtype=torch.bfloat16),
+    "two-dtypes": Case(64, 32, 3, batch_size=2, sequence_length=8, narrow_layers=2),
 }
 
 

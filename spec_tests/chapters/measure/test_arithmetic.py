@@ -27,7 +27,6 @@ class OneHead(Stack):
     """A stack with one causal head of attention in the middle."""
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """Logits."""
         x = self.embedding(ids)
         for layer in self.layers:
             x = torch.tanh(layer(x))
@@ -80,6 +79,7 @@ KNOWN = {
     "A100": ("NVIDIA A100-SXM4-80GB", torch.bfloat16, 312e12),
     "A100-half": ("NVIDIA A100-SXM4-40GB", torch.float16, 312e12),
     "A100-single": ("NVIDIA A100-SXM4-80GB", torch.float32, 19.5e12),
+    "V100-PCIe": ("Tesla V100-PCIE-16GB", torch.float16, 112e12),
     "H100-single": ("NVIDIA H100 80GB HBM3", torch.float32, 66.9e12),
 }
 

@@ -17,10 +17,11 @@ from spec_tests.programs.one_trainer import OneProcess
 from spec_tests.programs.scene import TRAINERS, Scene
 from spec_tests.programs.trained import OnRank
 from spec_tests.rig import judge
-from spec_tests.rig.clause import clauses
+from spec_tests.rig.clause import clauses, rows
 from spec_tests.rig.judge.tolerance import exact
 
 clause = clauses(judges=TRAINERS, level="correct", worlds=(2,))
+holds = rows(clause, same_as_alone)
 
 
 def resumed(ctx, folder, subject, scene):
@@ -66,23 +67,21 @@ def test_a_loaded_run_goes_on_as_if_it_had_not_stopped(world, subject, scene):
     judge.tensors(seen, wanted, quantity=quantity, within=exact(), given=scene)
 
 
-@clause(
-    "trainer.checkpoint.saving-changes-nothing", source="contract: Trainer.save/inert", worlds=(3,)
+test_saving_changes_nothing = holds(
+    "trainer.checkpoint.saving-changes-nothing",
+    "Saving MUST NOT change later training.",
+    "mlp adamw of-two: train 1, save, train 2, save, train 3",
+    source="contract: Trainer.save/inert",
+    worlds=(3,),
 )
-def test_saving_changes_nothing(world, subject):
-    """Saving MUST NOT change later training."""
-    same_as_alone(world, subject, "mlp adamw of-two: train 1, save, train 2, save, train 3")
 
-
-@clause(
+test_evaluates_what_was_loaded = holds(
     "trainer.checkpoint.evaluates-what-was-loaded",
+    "The first evaluation after `load` MUST use the loaded weights.",
+    "mlp momentum: train 1, train 2, save, train 3, evaluate 50, load copied, evaluate 50",
     source="contract: Trainer.load/replaces; "
     "Megatron-Bridge issue 3397: loaded weights were active only after a step",
 )
-def test_what_was_loaded_is_what_is_evaluated(world, subject):
-    """The first evaluation after `load` MUST use the loaded weights."""
-    line = "mlp momentum: train 1, train 2, save, train 3, evaluate 50, load copied, evaluate 50"
-    same_as_alone(world, subject, line)
 
 
 def at_another_size(ctx, folder, subject, saved, loaded):

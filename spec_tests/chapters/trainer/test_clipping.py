@@ -18,45 +18,43 @@ from spec_tests.programs.one_trainer import OneProcess
 from spec_tests.programs.scene import TRAINERS, Scene
 from spec_tests.programs.trained import OnRank, Run, alone, follow
 from spec_tests.rig import judge
-from spec_tests.rig.clause import clauses
+from spec_tests.rig.clause import clauses, rows
 
 clause = clauses(judges=TRAINERS, level="correct", worlds=(2,))
+holds = rows(clause, same_as_alone)
 THREE = "train 1, train 2, train 3"
 NORM = "torchtitan issue 2318; torch.nn.utils.clip_grad_norm_"
 
+test_global_norm = holds(
+    "trainer.clip.global-norm",
+    "With `max_norm` a step MUST be that of the mean gradient, clipped by its global norm.",
+    # The norm of a rank's own shards, or of its own gradients, gives another length.
+    {toy: f"{toy} clipped: {THREE}" for toy in ("mlp", "ragged")},
+    source="contract: clips-once; " + NORM,
+    worlds=(2, 3),
+)
 
-@clause("trainer.clip.global-norm", source="contract: clips-once; " + NORM, worlds=(2, 3))
-@pytest.mark.parametrize("toy", ["mlp", "ragged"])
-def test_gradients_are_clipped_by_their_global_norm(world, subject, toy):
-    """With `max_norm` a step MUST be that of the mean gradient, clipped by its global norm.
+test_once_per_step = holds(
+    "trainer.clip.once-per-step",
+    "With accumulation the sum MUST be clipped once, and not each micro-batch's part.",
+    # Clipping each part changes the direction: small micro-batches weigh more than they should.
+    f"mlp clipped of-three: {THREE}",
+    source="contract: clips-once; " + NORM,
+)
 
-    The norm of a rank's own shards, or of its own gradients, gives another length.
-    """
-    same_as_alone(world, subject, f"{toy} clipped: {THREE}")
+test_leaves_small_gradients = holds(
+    "trainer.clip.leaves-small-gradients",
+    "A gradient whose norm is below `max_norm` MUST be left as it is.",
+    f"mlp momentum hardly-clipped: {THREE}",
+    source="contract: clips-once; " + NORM,
+)
 
-
-@clause("trainer.clip.once-per-step", source="contract: clips-once; " + NORM)
-def test_accumulated_gradients_are_clipped_once(world, subject):
-    """With accumulation the sum MUST be clipped once, and not each micro-batch's part.
-
-    Clipping each part changes the direction: small micro-batches weigh more than they should.
-    """
-    same_as_alone(world, subject, f"mlp clipped of-three: {THREE}")
-
-
-@clause("trainer.clip.leaves-small-gradients", source="contract: clips-once; " + NORM)
-def test_gradients_below_the_limit_are_left(world, subject):
-    """A gradient whose norm is below `max_norm` MUST be left as it is."""
-    same_as_alone(world, subject, f"mlp momentum hardly-clipped: {THREE}")
-
-
-@clause(
+test_none_is_none = holds(
     "trainer.clip.none-is-none",
+    "Without `max_norm` nothing MUST be clipped, however large a gradient is.",
+    f"stack slow of-three: {THREE}",
     source="contract: no-clipping; DeepSpeed's gradient_clipping defaults to 1.0",
 )
-def test_without_max_norm_nothing_is_clipped(world, subject):
-    """Without `max_norm` nothing MUST be clipped, however large a gradient is."""
-    same_as_alone(world, subject, f"stack slow of-three: {THREE}")
 
 
 class Cracked(nn.Linear):
@@ -138,25 +136,22 @@ def test_what_is_not_finite_in_one_shard_counts_for_all(world, subject, clipping
         )
 
 
-@clause(
+test_rate_takes_effect = holds(
     "trainer.rate.takes-effect",
+    "After `set_lr` the next step MUST use the factor times the initial rate.",
+    {
+        optimizer: f"mlp {optimizer}: rate 0.5, train 1, rate 2, train 2, rate 0.5, train 3"
+        for optimizer in ("sgd", "adamw")
+    },
     source="contract: Trainer.set_lr/next-step; torch.optim.lr_scheduler.LambdaLR",
 )
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_a_new_rate_is_that_of_the_next_step(world, subject, optimizer):
-    """After `set_lr` the next step MUST use the factor times the initial rate."""
-    line = "rate 0.5, train 1, rate 2, train 2, rate 0.5, train 3"
-    same_as_alone(world, subject, f"mlp {optimizer}: {line}")
 
-
-@clause(
+test_rate_every_group = holds(
     "trainer.rate.every-group",
+    "`set_lr` MUST scale every group's own initial rate.",
+    "mlp momentum two-groups: rate 0.5, train 1, rate 2, train 2, rate 0.5, train 3",
     source="contract: Trainer.set_lr/every-group; torch.optim.lr_scheduler.LambdaLR",
 )
-def test_every_group_gets_its_rate(world, subject):
-    """`set_lr` MUST scale every group's own initial rate."""
-    line = "mlp momentum two-groups: rate 0.5, train 1, rate 2, train 2, rate 0.5, train 3"
-    same_as_alone(world, subject, line)
 
 
 def in_bfloat16(world, subject, words, program):

@@ -12,34 +12,35 @@ import pytest
 import torch
 from torch import nn
 
-from spec_tests.programs.law import same_as_alone, situations
+from spec_tests.programs.law import same_as_alone
 from spec_tests.programs.scene import TRAINERS, Scene
 from spec_tests.programs.trained import OnRank, judge_trained
 from spec_tests.rig import judge
-from spec_tests.rig.clause import clauses
+from spec_tests.rig.clause import clauses, rows
 
 clause = clauses(judges=TRAINERS, level="correct", worlds=(2,))
+holds = rows(clause, same_as_alone)
 EVALUATES = "FSDP2 of PyTorch 2.13 computes with stale weights after an evaluation"
 
-
-@clause(
-    "trainer.evaluation.leaves-no-trace", source="contract: Trainer.evaluate/inert; " + EVALUATES
-)
-@pytest.mark.parametrize("number", ["one", "two"])
-def test_evaluations_change_nothing(world, subject, number):
-    """An evaluation between steps MUST NOT change any later weight."""
-    line = "evaluate 51, train 1, evaluate 52, train 2, evaluate 53, train 3"
+test_evaluation_leaves_no_trace = holds(
+    "trainer.evaluation.leaves-no-trace",
+    "An evaluation between steps MUST NOT change any later weight.",
     # What an evaluation returns is for the next clause to judge.
-    same_as_alone(world, subject, f"mlp momentum of-{number}: {line}", values=False)
-
-
-@clause(
-    "trainer.evaluation.current-weights", source="contract: Trainer.evaluate/current; " + EVALUATES
+    {
+        number: f"mlp momentum of-{number}: evaluate 51, train 1, evaluate 52, train 2, "
+        "evaluate 53, train 3"
+        for number in ("one", "two")
+    },
+    values=False,
+    source="contract: Trainer.evaluate/inert; " + EVALUATES,
 )
-def test_an_evaluation_uses_current_weights(world, subject):
-    """`evaluate` MUST return this rank's loss of the batch with the current weights."""
-    line = "mlp adamw: evaluate 50, train 1, evaluate 50, train 2, evaluate 50"
-    same_as_alone(world, subject, line)
+
+test_evaluation_current_weights = holds(
+    "trainer.evaluation.current-weights",
+    "`evaluate` MUST return this rank's loss of the batch with the current weights.",
+    "mlp adamw: evaluate 50, train 1, evaluate 50, train 2, evaluate 50",
+    source="contract: Trainer.evaluate/current; " + EVALUATES,
+)
 
 
 class Seen(set[tuple[bool, bool]]):
@@ -157,46 +158,32 @@ def test_two_trainers_do_not_disturb_each_other(world, subject, order, second):
         judge_trained(found, scenes[which], program, given, plus=OTHERS * which)
 
 
-@clause(
+test_after_an_exception = holds(
     "trainer.lifecycle.after-an-exception",
-    source="contract: after-exception; out of memory, caught, and the next batch",
-)
-@situations(
+    "After an exception that the caller caught the next steps MUST be right, or an error.",
+    # Gradients of the interrupted step must not be part of the next one.
     {
         "forward": "mlp of-two: train 1, fails 9 last, train 2, train 3",
         "backward": "mlp of-two: train 1, fails_backward 9 last, train 2, train 3",
-        "evaluation": "mlp of-two: train 1, fails_evaluating 50, train 2, train 3",
-    }
+        "evaluation": "normalised of-two: train 1, fails_evaluating 50, train 2, train 3",
+    },
+    source="contract: after-exception; out of memory, caught, and the next batch",
 )
-def test_after_an_exception_the_next_step_is_right(world, subject, situation):
-    """After an exception that the caller caught the next steps MUST be right, or an error.
 
-    Gradients of the interrupted step must not be part of the next one.
-    """
-    same_as_alone(world, subject, situation)
-
-
-@clause(
+test_other_number_of_micro_batches = holds(
     "trainer.lifecycle.other-number-of-micro-batches",
+    "A step with another number of micro-batches MUST be their mean's, or be an error.",
+    {str(number): f"mlp of-two: train 1, train_of 2 {number}, train 3" for number in (1, 3)},
     source="contract: other-number; the last step of an epoch",
 )
-@pytest.mark.parametrize("number", [1, 3])
-def test_another_number_of_micro_batches_is_right_or_refused(world, subject, number):
-    """A step with another number of micro-batches MUST be their mean's, or be an error."""
-    same_as_alone(world, subject, f"mlp of-two: train 1, train_of 2 {number}, train 3")
 
-
-@clause(
+test_group_trains_by_itself = holds(
     "trainer.group.trains-by-itself",
-    source="contract: own-group; fairscale ShardedDDP: a group rank for a global one",
-    worlds=(3,),
-)
-@situations(
+    "In a sub-group a trainer MUST train on that group's micro-batches alone.",
     {
         "0-2": "mlp momentum apart: train 1, train 2",
         "1-2-clipped": "mlp momentum last-two clipped: train 1, train 2",
-    }
+    },
+    source="contract: own-group; fairscale ShardedDDP: a group rank for a global one",
+    worlds=(3,),
 )
-def test_a_sub_group_trains_by_itself(world, subject, situation):
-    """In a sub-group a trainer MUST train on that group's micro-batches alone."""
-    same_as_alone(world, subject, situation)

@@ -8,111 +8,90 @@ from __future__ import annotations
 
 import pytest
 
-from spec_tests.programs.law import same_as_alone, situations
+from spec_tests.programs.law import same_as_alone
 from spec_tests.programs.one_trainer import module_of
 from spec_tests.programs.scene import TRAINERS, Scene
 from spec_tests.programs.trained import OnRank
 from spec_tests.rig import judge
-from spec_tests.rig.clause import clauses
+from spec_tests.rig.clause import clauses, rows
 
 clause = clauses(judges=TRAINERS, level="correct", worlds=(2,))
+holds = rows(clause, same_as_alone)
 THREE = "train 1, train 2, train 3"
 REPLICAS = ("build_trainer", "build_zero1_trainer")
 BRANCHES = "DeepSpeed issue 2343; DistributedDataParallel, find_unused_parameters"
 
-
-@clause(
+test_tied = holds(
     "trainer.parameters.tied",
+    "A weight with two names MUST be one weight: trained once, by the sum of both gradients.",
+    f"tied adamw of-two: {THREE}",
     source="contract: tied; torchtitan issue 1524: tied weights were untied",
     worlds=(3,),
 )
-def test_a_tied_parameter_stays_tied(world, subject):
-    """A weight with two names MUST be one weight: trained once, by the sum of both gradients."""
-    same_as_alone(world, subject, f"tied adamw of-two: {THREE}")
 
-
-@clause(
+test_reused = holds(
     "trainer.parameters.reused",
+    "A module that one forward calls twice MUST be trained by the sum of both gradients.",
+    f"reused momentum of-two: {THREE}",
     source="contract: reused; DeepSpeed pull request 8224: a module used twice",
     worlds=(3,),
 )
-def test_a_module_that_is_used_twice_counts_twice(world, subject):
-    """A module that one forward calls twice MUST be trained by the sum of both gradients."""
-    same_as_alone(world, subject, f"reused momentum of-two: {THREE}")
 
-
-@clause(
+test_frozen = holds(
     "trainer.parameters.frozen",
+    "A trainer MUST leave frozen parameters as they are, whatever the weight decay.",
+    {optimizer: f"frozen {optimizer}: {THREE}" for optimizer in ("momentum", "adamw")},
     source="contract: frozen; torchtitan issue 3885: frozen parameters trained",
 )
-@pytest.mark.parametrize("optimizer", ["momentum", "adamw"])
-def test_frozen_parameters_stay(world, subject, optimizer):
-    """A trainer MUST leave frozen parameters as they are, whatever the weight decay."""
-    same_as_alone(world, subject, f"frozen {optimizer}: {THREE}")
 
-
-@clause(
+test_unused = holds(
     "trainer.parameters.unused",
+    "An unused parameter MUST be skipped, or updated with zeros where that is declared.",
+    f"unused adamw: {THREE}",
     source="contract: unused; torch.optim: a parameter without a gradient is skipped",
 )
-def test_unused_parameters_are_as_declared(world, subject):
-    """An unused parameter MUST be skipped, or updated with zeros where that is declared."""
-    same_as_alone(world, subject, f"unused adamw: {THREE}")
 
-
-@clause(
+test_unused_on_some_ranks = holds(
     "trainer.parameters.unused-on-some-ranks",
-    judges=REPLICAS,
-    source="contract: unused-somewhere; " + BRANCHES,
-)
-@situations(
+    "A parameter that some ranks leave unused MUST train on all, by the mean, or be an error.",
     {
         "one-each": f"branches-one-each: {THREE}",
         "all-and-one": f"branches-by-rank: {THREE}",
-    }
+    },
+    judges=REPLICAS,
+    source="contract: unused-somewhere; " + BRANCHES,
 )
-def test_what_one_rank_uses_trains_on_all(world, subject, situation):
-    """A parameter that some ranks leave unused MUST train on all, by the mean, or be an error."""
-    same_as_alone(world, subject, situation)
 
-
-@clause(
+test_unused_in_a_micro_batch = holds(
     "trainer.parameters.unused-in-a-micro-batch",
+    "A parameter that one micro-batch alone uses MUST be trained by its gradient, or be an error.",
+    # Whoever reduces what the last backward touched loses what only an early one did.
+    {"first": f"branches-in-turn of-two: {THREE}", "last": f"branches-later of-two: {THREE}"},
     source="contract: unused-early; " + BRANCHES + "; fairscale, ShardedDDP",
 )
-@situations(
-    {"first": f"branches-in-turn of-two: {THREE}", "last": f"branches-later of-two: {THREE}"}
-)
-def test_what_one_micro_batch_uses_is_trained(world, subject, situation):
-    """A parameter that one micro-batch alone uses MUST be trained by its gradient, or be an error.
 
-    Whoever reduces what the last backward touched loses what only an early one did.
-    """
-    same_as_alone(world, subject, situation)
-
-
-@clause(
+test_order_differs = holds(
     "trainer.parameters.order-differs",
+    "Gradients that become ready in another order on each rank MUST NOT be mixed up.",
+    f"branches-in-any-order: {THREE}",
     judges=REPLICAS,
     source="contract: Trainer.step/one-process; "
     "DeepSpeed issue 2343; Li et al. 2020, section 3.2.3",
 )
-def test_ranks_may_compute_in_another_order(world, subject):
-    """Gradients that become ready in another order on each rank MUST NOT be mixed up."""
-    same_as_alone(world, subject, f"branches-in-any-order: {THREE}")
 
+test_thawed_later = holds(
+    "trainer.parameters.thawed-later",
+    "A parameter that is thawed between steps MUST train from then on, or be an error.",
+    "mlp momentum not-the-second: train 1, thaw 2, thaw 3, train 2, train 3",
+    source="contract: thawed-later; fine-tuning by stages",
+)
 
-@clause("trainer.parameters.thawed-later", source="contract: thawed-later; fine-tuning by stages")
-def test_what_is_thawed_later_trains(world, subject):
-    """A parameter that is thawed between steps MUST train from then on, or be an error."""
-    line = "mlp momentum not-the-second: train 1, thaw 2, thaw 3, train 2, train 3"
-    same_as_alone(world, subject, line)
-
-
-@clause("trainer.parameters.frozen-later", source="contract: frozen-later; fine-tuning by stages")
-def test_what_is_frozen_later_stays(world, subject):
-    """A parameter that is frozen between steps MUST stay as it is from then on, or be an error."""
-    same_as_alone(world, subject, "mlp adamw: train 1, freeze 2, freeze 3, train 2, train 3")
+test_frozen_later = holds(
+    "trainer.parameters.frozen-later",
+    "A parameter that is frozen between steps MUST stay as it is from then on, or be an error.",
+    "mlp adamw: train 1, freeze 2, freeze 3, train 2, train 3",
+    source="contract: frozen-later; fine-tuning by stages",
+)
 
 
 def described(ctx, subject, toy):
@@ -140,11 +119,10 @@ def test_full_parameters_have_the_plain_models_names(world, subject, toy):
     judge.equal(ranks, [wanted, wanted], quantity="names, shapes and dtypes", given=f"toy {toy!r}")
 
 
-@clause(
+test_reading_changes_nothing = holds(
     "trainer.parameters.reading-changes-nothing",
+    "Reading full parameters between steps, several times, MUST NOT change later training.",
+    "mlp momentum of-two: train 1, read, read, train 2, train 3",
     source="contract: Trainer.full_parameters/inert",
     worlds=(3,),
 )
-def test_reading_weights_changes_nothing(world, subject):
-    """Reading full parameters between steps, several times, MUST NOT change later training."""
-    same_as_alone(world, subject, "mlp momentum of-two: train 1, read, read, train 2, train 3")

@@ -7,7 +7,6 @@ SGD, since Adam hides a constant factor. See Li et al. 2020, section 3.
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from spec_tests.programs.calls import parsed
@@ -16,59 +15,45 @@ from spec_tests.programs.one_trainer import OneProcess, loss
 from spec_tests.programs.scene import TRAINERS, Scene
 from spec_tests.programs.trained import OnRank, Run, within
 from spec_tests.rig import judge
-from spec_tests.rig.clause import clauses
+from spec_tests.rig.clause import clauses, rows
 from spec_tests.rig.ranks.errors import NotOffered
 
 clause = clauses(judges=TRAINERS, level="correct", worlds=(2,))
+holds = rows(clause, same_as_alone)
 THREE = "train 1, train 2, train 3"
 
-
-@clause(
-    "trainer.step.equals-one-process", source="contract: Trainer.step/one-process", worlds=(2, 3)
+test_equals_one_process = holds(
+    "trainer.step.equals-one-process",
+    "After every step the weights MUST be those of one process that gets all ranks' batches.",
+    {optimizer: f"mlp {optimizer}: {THREE}" for optimizer in ("sgd", "momentum", "adamw")},
+    source="contract: Trainer.step/one-process",
+    worlds=(2, 3),
 )
-@pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adamw"])
-def test_steps_train_as_one_process_does(world, subject, optimizer):
-    """After every step the weights MUST be those of one process that gets all ranks' batches."""
-    same_as_alone(world, subject, f"mlp {optimizer}: {THREE}")
 
-
-@clause(
+test_accumulates = holds(
     "trainer.step.accumulates",
+    "The gradient of a step MUST be the mean over all its micro-batches, on all ranks.",
+    # The first is lost where a gradient is overwritten, and all but the last where it is cleared.
+    {number: f"mlp of-{number}: {THREE}" for number in ("two", "four")},
     source="contract: mean-gradient; DeepSpeed issue 7839",
     worlds=(3,),  # unlike the number of micro-batches: which of the two divides is seen
 )
-@pytest.mark.parametrize("number", ["two", "four"])
-def test_micro_batches_are_averaged(world, subject, number):
-    """The gradient of a step MUST be the mean over all its micro-batches, on all ranks.
 
-    The first is lost where a gradient is overwritten, and all but the last where it is cleared.
-    """
-    same_as_alone(world, subject, f"mlp of-{number}: {THREE}")
-
-
-@clause(
-    "trainer.step.group-options", source="contract: options; torch.optim, per-parameter options"
+test_group_options = holds(
+    "trainer.step.group-options",
+    "Every parameter group MUST be updated with its own learning rate and weight decay.",
+    # Libraries that flatten parameters merge groups, or take the first one's options for all.
+    {optimizer: f"mlp {optimizer} two-groups: {THREE}" for optimizer in ("momentum", "adamw")},
+    source="contract: options; torch.optim, per-parameter options",
 )
-@pytest.mark.parametrize("optimizer", ["momentum", "adamw"])
-def test_every_group_keeps_its_options(world, subject, optimizer):
-    """Every parameter group MUST be updated with its own learning rate and weight decay.
 
-    Libraries that flatten parameters merge groups, or take the first one's options for all.
-    """
-    same_as_alone(world, subject, f"mlp {optimizer} two-groups: {THREE}")
-
-
-@clause(
+test_layouts = holds(
     "trainer.step.layouts",
+    "Parameters of any memory layout MUST be trained as in one process, or be refused.",
+    # The last toy has an ordinary layout and batch normalisation beside it.
+    {toy: f"{toy} momentum: {THREE}" for toy in ("conv", "strided", "normalised")},
     source="contract: layouts; FSDP2 refuses parameters that are not contiguous",
 )
-@pytest.mark.parametrize("toy", ["conv", "strided", "normalised"])
-def test_unusual_layouts_are_trained_or_refused(world, subject, toy):
-    """Parameters of any memory layout MUST be trained as in one process, or be refused.
-
-    The last toy has an ordinary layout and batch normalisation beside it.
-    """
-    same_as_alone(world, subject, f"{toy} momentum: {THREE}")
 
 
 def followed(ctx, subject, scene, program):
@@ -87,16 +72,13 @@ def test_equal_runs_give_equal_bits(world, subject):
     judge.tensors(second, first, quantity="weight of the run before", given="second run")
 
 
-@clause(
+test_starts_from_first_rank = holds(
     "trainer.step.starts-from-first-rank",
+    'Ranks with unequal initial weights MUST train the first rank\'s, unless "start" is declared.',
+    # Equal updates on unequal weights stay unequal for ever, and each rank's loss falls.
+    "mlp own-seeds: train 1, train 2",
     source="contract: first-weights; DistributedDataParallel, broadcast",
 )
-def test_training_starts_from_the_first_ranks_weights(world, subject):
-    """Ranks with unequal initial weights MUST train the first rank's, unless "start" is declared.
-
-    Equal updates on unequal weights stay unequal for ever, and each rank's loss falls.
-    """
-    same_as_alone(world, subject, "mlp own-seeds: train 1, train 2")
 
 
 def reported(ctx, subject, scene):
@@ -137,7 +119,6 @@ def test_the_loss_that_is_returned_is_a_mean(world, subject):
 
 
 def declared(ctx, subject):
-    """What the trainer declares."""
     return dict(getattr(OnRank(ctx, subject, "mlp").trainer, "declares", {}))
 
 

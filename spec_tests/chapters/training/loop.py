@@ -8,11 +8,11 @@ whole batch is the oracle.
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 from typing import Any
 from unittest import mock
 
@@ -134,17 +134,13 @@ class Job:
         first = (micro * self.world_size + rank) * self.micro_batch
         return slice(first, first + self.micro_batch)
 
-    def micro_batches(
-        self, rank: int, *, begin: int = 0, end: int | None = None
-    ) -> Iterator[Batch]:
-        """This rank's micro-batches of the steps from `begin` on, without end if none is given."""
-        step = begin
-        while end is None or step < end:
+    def micro_batches(self, rank: int, *, end: int | None = None) -> Iterator[Batch]:
+        """This rank's micro-batches of the steps before `end`, without end if none is given."""
+        for step in itertools.count() if end is None else range(end):
             ids, targets = self.step_data(step)
             for micro in range(self.accumulate):
                 rows = self.rows(rank, micro)
                 yield ids[rows].clone(), targets[rows].clone()
-            step += 1
 
     def tokens(self, step: int) -> int:
         """How many targets of a step count."""
@@ -267,7 +263,7 @@ def trained(
     trainee = Trainee.of(ctx, wrapper, job.seed, kind=kind)
     if before is not None:
         before(ctx, trainee)
-    own = islice(job.micro_batches(ctx.rank), None if ends is None else ends[ctx.rank])
+    own = itertools.islice(job.micro_batches(ctx.rank), None if ends is None else ends[ctx.rank])
     taken: list[Batch] = []
     records = []
 

@@ -13,36 +13,27 @@ from operator import itemgetter
 import pytest
 import torch
 
-from spec_tests.chapters.training.loop import (
-    TRAIN,
-    WRAPPERS,
-    Job,
-    Trainee,
-    alone,
-    each_has,
-    trained,
-    wrapper_at,
-)
+from spec_tests.chapters.training import loop
 from spec_tests.rig import judge
 from spec_tests.rig.clause import clauses
 
-clause = clauses(judges=TRAIN, level="correct", worlds=(1, 2))
+clause = clauses(judges=loop.TRAIN, level="correct", worlds=(1, 2))
 
 
 @clause(
     "training.data.takes-what-it-uses",
     source="contract: takes; a course's loop fetched 21 batches for 20",
 )
-@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("wrapper", loop.WRAPPERS)
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_exactly_the_batches_of_the_steps_are_taken(world, subject, wrapper, accumulate):
     """n steps MUST take n times the accumulated micro-batches from the iterator, and no more.
 
     Otherwise a loader's state after n steps is not that of n steps, and a resumed run loses data.
     """
-    job = Job(1, accumulate, world.size, steps=3)
+    job = loop.Job(1, accumulate, world.size, steps=3)
     wanted = job.steps * accumulate
-    each_has(world, wrapper, job, itemgetter("taken"), wanted, "number of batches taken")
+    loop.each_has(world, wrapper, job, itemgetter("taken"), wanted, "number of batches taken")
 
 
 @clause(
@@ -55,9 +46,9 @@ def test_a_global_batch_that_does_not_divide_is_refused(world, subject):
 
     On all ranks: nobody goes on alone.
     """
-    job = Job(2, 2, world.size, steps=2)
+    job = loop.Job(2, 2, world.size, steps=2)
     asked = {"global_batch_size": job.global_batch + 1, "may_raise": Exception}
-    for rank, found in enumerate(world.run(trained, "ddp", job, **asked)):
+    for rank, found in enumerate(world.run(loop.trained, "ddp", job, **asked)):
         judge.holds(
             "ValueError" in found["kinds"] and not found["rates"],
             f"rank {rank}: expected a ValueError before any update, got "
@@ -69,7 +60,7 @@ def test_a_global_batch_that_does_not_divide_is_refused(world, subject):
 def cut_short(world, wrapper, job, ends=None):
     """What `train` leaves on each rank where a rank's data end after `ends[rank]` micro-batches."""
     ends = ends or [job.steps * job.accumulate] * world.size
-    return world.run(trained, wrapper, job, ends=ends, may_raise=Exception)
+    return world.run(loop.trained, wrapper, job, ends=ends, may_raise=Exception)
 
 
 @clause(
@@ -83,11 +74,11 @@ def test_a_step_without_all_its_data_is_not_taken_as_if_it_had_them(world, subje
     It may be left out, or be taken with the mean over what it has, or the call may raise, before
     that step or, having looked at what there is, before the first.
     """
-    job = Job(1, 3, world.size, steps=3)
+    job = loop.Job(1, 3, world.size, steps=3)
     ranks = cut_short(world, "ddp", job, [2 * job.accumulate + left] * world.size)
 
-    start, _, whole = alone(replace(job, steps=2)).weights
-    partial = alone(job, last_has=left).last
+    start, _, whole = loop.alone(replace(job, steps=2)).weights
+    partial = loop.alone(job, last_has=left).last
     for rank, found in enumerate(ranks):
         allowed = (whole, partial, *([start] if found["kinds"] else []))
         judge.holds(
@@ -115,7 +106,7 @@ def _is_close(weights, right, job):
 )
 def test_no_rank_is_left_waiting_when_ones_data_end(world, subject):
     """When one rank's data end before the others', all MUST stop at the same step, none hang."""
-    job = Job(1, 2, world.size, steps=3)
+    job = loop.Job(1, 2, world.size, steps=3)
     ends = [job.steps * job.accumulate] * (world.size - 1) + [job.accumulate + 1]
     ranks = cut_short(world, "ddp", job, ends)
 
@@ -134,14 +125,14 @@ def test_no_rank_is_left_waiting_when_ones_data_end(world, subject):
     "torchtitan asserts on a reduced value; a check of rank 0's loss sees rank 0",
     worlds=(2, 3),
 )
-@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("wrapper", loop.WRAPPERS)
 @pytest.mark.parametrize("poison", ["nan", "inf", "gradient"])
 def test_ranks_agree_on_what_a_nan_on_one_of_them_means(world, subject, wrapper, poison):
     """A NaN on one rank MUST have one effect on all: raise, skip or continue, and never hang.
 
     So must a loss that is infinite where its gradient is not, and the other way round.
     """
-    job = Job(2, 2, world.size, steps=3, poisoned_step=1, poison=poison)
+    job = loop.Job(2, 2, world.size, steps=3, poisoned_step=1, poison=poison)
     ranks = cut_short(world, wrapper, job)
 
     judge.equal(
@@ -166,7 +157,7 @@ def test_ranks_agree_on_what_a_nan_on_one_of_them_means(world, subject, wrapper,
 @pytest.mark.parametrize("max_norm", [None, 1.0])
 def test_a_nan_never_reaches_the_weights(world, subject, max_norm):
     """A step whose loss is not finite MUST NOT reach the weights."""
-    job = Job(2, 2, world.size, steps=3, poisoned_step=1, max_norm=max_norm)
+    job = loop.Job(2, 2, world.size, steps=3, poisoned_step=1, max_norm=max_norm)
     for rank, found in enumerate(cut_short(world, "ddp", job)):
         bad = [name for name, weight in found["weights"].items() if not weight.isfinite().all()]
         judge.holds(not bad, f"rank {rank}: {bad} are not finite any more", given=str(job))
@@ -174,7 +165,7 @@ def test_a_nan_never_reaches_the_weights(world, subject, max_norm):
 
 def batches_afterwards(ctx, wrapper, job):
     """Whether each batch that the loop was given is what it was."""
-    trainee = Trainee.of(ctx, wrapper, job.seed)
+    trainee = loop.Trainee.of(ctx, wrapper, job.seed)
     given = list(job.micro_batches(ctx.rank, end=job.steps))
     trainee.train(ctx, job, iter(given))
     was = job.micro_batches(ctx.rank, end=job.steps)
@@ -191,8 +182,8 @@ def batches_afterwards(ctx, wrapper, job):
 )
 def test_what_a_batch_holds_stays_as_it_was(world, subject):
     """Ids and targets MUST be as they were after a step, those that do not count as well."""
-    job = Job(2, 2, world.size, steps=2, targets="ragged")
-    ranks = world.run(batches_afterwards, wrapper_at(world), job)
+    job = loop.Job(2, 2, world.size, steps=2, targets="ragged")
+    ranks = world.run(batches_afterwards, loop.wrapper_at(world), job)
 
     judge.equal(
         ranks, [True] * (job.steps * job.accumulate), quantity="whether each batch stayed as it was"

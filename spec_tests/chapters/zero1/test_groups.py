@@ -16,39 +16,35 @@ import torch
 
 from spec_tests.chapters.zero1.runs import TOY, named, same_as_unsharded, steps
 from spec_tests.programs.calls import parsed
-from spec_tests.programs.law import judge_updates, same_as_alone, situations
+from spec_tests.programs.law import judge_updates, same_as_alone
 from spec_tests.programs.scene import Scene
 from spec_tests.programs.stepped import Divided
 from spec_tests.rig import judge
-from spec_tests.rig.clause import clauses
+from spec_tests.rig.clause import clauses, rows
 from spec_tests.rig.judge import oracle
 
 clause = clauses(judges=("sharded_optimizer",), level="correct")
+holds = rows(clause, same_as_alone)
 GROUPS = "torch.optim: per-parameter options; pytorch issue 60284"
 
-
-@clause(
+test_own_options = holds(
     "zero1.groups.own-options",
+    "Every parameter group MUST be updated with its own options, also where a rank has none of it.",
+    # The first of several has one parameter: on all ranks but one it is empty.
+    {case: f"{TOY} adamw {case}: {steps(1, 2, 3)}" for case in ("own-options", "one-rate")},
     level="course",
     source="contract: same-values; " + GROUPS,
     worlds=(2, 3),
 )
-@situations({case: f"{TOY} adamw {case}: {steps(1, 2, 3)}" for case in ("own-options", "one-rate")})
-def test_every_group_is_updated_with_its_own_options(world, subject, situation):
-    """Every parameter group MUST be updated with its own options, also where a rank has none of it.
-
-    The first of several has one parameter: on all ranks but one it is empty.
-    """
-    same_as_alone(world, subject, situation)
-
 
 LIVE = f"{TOY} adamw: {steps(1)}, rate 0.5, {steps(2)}, decay, {steps(3)}, rate 0.5, {steps(4)}"
 
-
-@clause("zero1.groups.live", source="contract: live-groups; " + GROUPS)
-def test_what_is_written_into_a_group_acts_at_the_next_step(world, subject):
-    """A value written into `param_groups` MUST take effect at the next step, on all ranks."""
-    same_as_alone(world, subject, LIVE)
+test_live = holds(
+    "zero1.groups.live",
+    "A value written into `param_groups` MUST take effect at the next step, on all ranks.",
+    LIVE,
+    source="contract: live-groups; " + GROUPS,
+)
 
 
 def scheduled(stepped):
@@ -74,23 +70,21 @@ def test_schedulers_drive_it(world, subject):
     same_as_unsharded(world, scheduled, f"{TOY} adamw")
 
 
-@clause(
+test_added_later = holds(
     "zero1.groups.added-later",
+    "A group added during training MUST be updated from the next step on, with its options.",
+    f"{TOY} adamw: {steps(1)}, add_group, {steps(2, 3)}",
     level="course",
     source="contract: added-groups; CS336 assignment 2: add_param_group during training",
     worlds=(2, 3),
 )
-def test_a_group_that_is_added_later_trains_from_then_on(world, subject):
-    """A group added during training MUST be updated from the next step on, with its options."""
-    program = f"{steps(1)}, add_group, {steps(2, 3)}"
-    same_as_alone(world, subject, f"{TOY} adamw: {program}")
 
-
-@clause("zero1.groups.rate-set-by-closure", source="contract: closure-options; torch.optim")
-def test_a_rate_that_a_closure_sets_counts_in_its_step(world, subject):
-    """A rate that the closure of a step sets MUST count in that step, and stay."""
-    program = f"closure 1 sets-the-rate, closure 2 sets-the-rate, {steps(3)}"
-    same_as_alone(world, subject, f"{TOY} adamw: {program}")
+test_rate_set_by_closure = holds(
+    "zero1.groups.rate-set-by-closure",
+    "A rate that the closure of a step sets MUST count in that step, and stay.",
+    f"{TOY} adamw: closure 1 sets-the-rate, closure 2 sets-the-rate, {steps(3)}",
+    source="contract: closure-options; torch.optim",
+)
 
 
 def halves(parameters):

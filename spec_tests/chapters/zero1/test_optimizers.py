@@ -7,43 +7,33 @@ sharded optimizer hands on and what it drops. Others are updated rightly, or ref
 from __future__ import annotations
 
 from spec_tests.chapters.zero1.runs import TOY, in_ranks, like_unsharded, steps
-from spec_tests.programs.law import follow, judge_updates, same_as_alone, situations
+from spec_tests.programs.law import follow, judge_updates, same_as_alone
 from spec_tests.programs.laws import refusal
-from spec_tests.rig.clause import clauses
+from spec_tests.rig.clause import clauses, rows
 from spec_tests.rig.judge import oracle
 
 clause = clauses(judges=("sharded_optimizer",), level="correct", worlds=(2, 3))
+holds = rows(clause, same_as_alone)
 FOUR = steps(1, 2, 3, 4)
 
-
-@clause(
+test_whole_tensors = holds(
     "zero1.step.whole-tensors",
+    "Optimizers that look at whole tensors MUST see them, or be refused with an error.",
+    # Adafactor divides by means of rows and columns. Of flat stretches it makes something else.
+    f"{TOY} adafactor: {FOUR}",
     source="contract: whole-tensors; DeepSpeed, zero_allow_untested_optimizer",
 )
-def test_what_looks_at_whole_tensors_gets_them(world, subject):
-    """Optimizers that look at whole tensors MUST see them, or be refused with an error.
 
-    Adafactor divides by means of rows and columns. Of flat stretches it makes something else.
-    """
-    same_as_alone(world, subject, f"{TOY} adafactor: {FOUR}")
-
-
-@clause(
+test_counts_in_groups = holds(
     "zero1.step.counts-in-groups",
-    source="contract: counts-in-groups; Prodigy and schedule-free keep such",
-)
-@situations(
+    "Values that an optimizer writes into its groups MUST stay to its next step, or be refused.",
+    # Options that are copied from outside in every step may overwrite it.
     {
         case: f"{TOY} {kind}: {FOUR}"
         for case, kind in {"counting": "counts-later", "declared": "counts-steps"}.items()
-    }
+    },
+    source="contract: counts-in-groups; Prodigy and schedule-free keep such",
 )
-def test_what_an_optimizer_keeps_in_its_groups_stays(world, subject, situation):
-    """Values that an optimizer writes into its groups MUST stay to its next step, or be refused.
-
-    Options that are copied from outside in every step may overwrite it.
-    """
-    same_as_alone(world, subject, situation)
 
 
 def with_factors(stepped):

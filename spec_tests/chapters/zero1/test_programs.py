@@ -13,11 +13,12 @@ import pytest
 
 from spec_tests.chapters.zero1.runs import TOY, steps
 from spec_tests.programs import draw
-from spec_tests.programs.law import same_as_alone, situations
+from spec_tests.programs.law import same_as_alone
 from spec_tests.programs.laws import schedules
-from spec_tests.rig.clause import clauses
+from spec_tests.rig.clause import clauses, rows
 
 clause = clauses(judges=("sharded_optimizer",), level="correct")
+holds = rows(clause, same_as_alone)
 FULL_STATE = ("full_optimizer_state",)
 
 
@@ -36,15 +37,13 @@ def test_any_situation_does_what_the_plain_optimizer_does(world, subject, part):
     draw.judge_part(world, subject, "correct", part)
 
 
-@clause(
+test_load_replaces = holds(
     "zero1.state.load-replaces",
+    "A load MUST replace the whole state: entries missing from the loaded state are gone.",
+    {"empty": "even momentum: save, deal 0 all, update, load copied, deal 1 all, update"},
     needs=FULL_STATE,
     source="contract: load-replaces; torch.optim.Optimizer.load_state_dict",
 )
-@situations({"empty": "even momentum: save, deal 0 all, update, load copied, deal 1 all, update"})
-def test_a_loaded_state_replaces_the_one_before(world, subject, situation):
-    """A load MUST replace the whole state: entries missing from the loaded state are gone."""
-    same_as_alone(world, subject, situation)
 
 
 @clause(

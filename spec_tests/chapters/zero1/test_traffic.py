@@ -185,7 +185,6 @@ def one_rank(ctx, rank, num_ranks):
 
 
 def state_of_one_rank(ctx, rank, num_ranks):
-    """The bytes of its state."""
     with pretended(rank, num_ranks):
         return state_bytes(ctx, equal_layers)
 

@@ -22,99 +22,79 @@ from spec_tests.programs.laws import refusal
 from spec_tests.programs.scene import Scene
 from spec_tests.programs.stepped import Divided, Stepped
 from spec_tests.rig import judge
-from spec_tests.rig.clause import clauses
+from spec_tests.rig.clause import clauses, rows
 from spec_tests.rig.judge.tolerance import rounding
 
 clause = clauses(judges=("sharded_optimizer",), level="correct", worlds=(2, 3))
+holds = rows(clause, same_as_alone)
 FOUR = steps(1, 2, 3, 4)
 PAPER = "Rajbhandari et al. 2020, section 5.1; CS336 assignment 2, sharded optimizer"
 
+test_equals_unsharded = holds(
+    "zero1.step.equals-unsharded",
+    "After every step all ranks MUST hold the weights that the unsharded optimizer gives.",
+    # On parameters of any size: other clauses are judged on such as all ranks divide.
+    {kind: f"ragged {kind}: {FOUR}" for kind in ("sgd", "momentum", "adam", "adamw")},
+    level="course",
+    source="contract: same-values; " + PAPER,
+)
 
-@clause("zero1.step.equals-unsharded", level="course", source="contract: same-values; " + PAPER)
-@situations({kind: f"ragged {kind}: {FOUR}" for kind in ("sgd", "momentum", "adam", "adamw")})
-def test_every_step_gives_the_unsharded_optimizers_weights(world, subject, situation):
-    """After every step all ranks MUST hold the weights that the unsharded optimizer gives.
-
-    On parameters of any size: other clauses are judged on such as all ranks divide.
-    """
-    same_as_alone(world, subject, situation)
-
-
-@clause(
+test_tied_parameter = holds(
     "zero1.step.tied-parameter",
+    "A parameter that is used under two names MUST be updated once.",
+    f"tied adamw: {FOUR}",
     level="course",
     source="contract: same-values; CS336 assignment 2, the tied toy model of its optimizer tests",
     worlds=(2,),
 )
-def test_a_tied_parameter_is_updated_once(world, subject):
-    """A parameter that is used under two names MUST be updated once."""
-    same_as_alone(world, subject, f"tied adamw: {FOUR}")
 
-
-@clause(
+test_layouts = holds(
     "zero1.step.layouts",
+    "Parameters of any memory layout MUST have every element in its place after a step.",
+    # A flat copy of a transposed or channels-last parameter has its elements in another order.
+    {toy: f"{toy} adamw: {FOUR}" for toy in ("conv", "strided")},
     source="contract: any-parameters; "
     "ZeroRedundancyOptimizer broadcasts each parameter as it lies in memory",
     worlds=(2,),
 )
-@situations({toy: f"{toy} adamw: {FOUR}" for toy in ("conv", "strided")})
-def test_every_memory_layout_arrives_in_its_place(world, subject, situation):
-    """Parameters of any memory layout MUST have every element in its place after a step.
 
-    A flat copy of a transposed or channels-last parameter has its elements in another order.
-    """
-    same_as_alone(world, subject, situation)
-
-
-@clause(
+test_parts_of_larger_tensors = holds(
     "zero1.step.parts-of-larger-tensors",
+    "A parameter that is a part of a larger tensor MUST be updated, in all its elements.",
+    # Between its rows lie other elements. A broadcast of it sends those, and not its last rows.
+    f"gapped adamw: {FOUR}",
     level="production",
     source="contract: larger-tensor; "
     "ProcessGroupGloo sends as many elements as there are, from where the first one lies",
     worlds=(2,),
     transports=("gloo", "cuda"),  # simulated ranks send the elements themselves
 )
-def test_a_part_of_a_larger_tensor_is_updated(world, subject):
-    """A parameter that is a part of a larger tensor MUST be updated, in all its elements.
 
-    Between its rows lie other elements. A broadcast of it sends those, and not its last rows.
-    """
-    same_as_alone(world, subject, f"gapped adamw: {FOUR}")
-
-
-@clause(
+test_dtypes = holds(
     "zero1.step.dtypes",
+    "Parameters of unequal dtypes MUST be updated in their own, or be refused with an error.",
+    {"mixed": f"mixed adamw: {FOUR}", "double": f"two-dtypes adamw: {FOUR}"},
     source="contract: unequal-dtypes; ZeroRedundancyOptimizer refuses unequal dtypes",
     worlds=(2,),
 )
-@situations({"mixed": f"mixed adamw: {FOUR}", "double": f"two-dtypes adamw: {FOUR}"})
-def test_unequal_dtypes_are_updated_or_refused(world, subject, situation):
-    """Parameters of unequal dtypes MUST be updated in their own, or be refused with an error."""
-    same_as_alone(world, subject, situation)
 
-
-@clause(
+test_frozen_untouched = holds(
     "zero1.step.frozen-untouched",
+    "Frozen parameters without a gradient MUST keep their values, whatever the weight decay.",
+    f"{TOY} adamw not-the-middle: {FOUR}",
     source="contract: absent-gradients; torch.optim: a parameter without a gradient is skipped",
 )
-def test_frozen_parameters_stay(world, subject):
-    """Frozen parameters without a gradient MUST keep their values, whatever the weight decay."""
-    same_as_alone(world, subject, f"{TOY} adamw not-the-middle: {FOUR}")
 
-
-@clause("zero1.step.weights-of-others", source="contract: current-weights; model.load_state_dict")
-@situations(
+test_weights_of_others = holds(
+    "zero1.step.weights-of-others",
+    "A step MUST begin with the weights as they are, also where others have written them.",
+    # A copy made at construction brings the old weights back without an error.
     {
         kind: f"{TOY} {kind}: {steps(1)}, write parameters, {steps(2, 3)}"
         for kind in ("sgd", "adamw")
-    }
+    },
+    source="contract: current-weights; model.load_state_dict",
 )
-def test_weights_that_were_written_between_steps_are_updated(world, subject, situation):
-    """A step MUST begin with the weights as they are, also where others have written them.
-
-    A copy made at construction brings the old weights back without an error.
-    """
-    same_as_alone(world, subject, situation)
 
 
 @clause(
@@ -128,37 +108,29 @@ def test_a_parameter_without_a_gradient_is_skipped(world, subject):
     same_as_alone(world, subject, f"{TOY} adamw: {calls}")
 
 
-@clause(
+test_after_zero_grad = holds(
     "zero1.step.after-zero-grad",
+    "`zero_grad` MUST leave None, or zeros with `set_to_none=False` where it takes that.",
+    # Zeros in place of None move whatever is not used in the next step: momentum and decay do.
+    {f"to-{how}": f"{TOY} adamw: {steps(1)}, zero_grad {how}, update" for how in ("none", "zero")},
     source="contract: zero-grad-zeros, zero-grad; torch.optim.Optimizer.zero_grad, set_to_none",
 )
-@situations(
-    {f"to-{how}": f"{TOY} adamw: {steps(1)}, zero_grad {how}, update" for how in ("none", "zero")}
-)
-def test_zero_grad_leaves_none_unless_zeros_are_asked_for(world, subject, situation):
-    """`zero_grad` MUST leave None, or zeros with `set_to_none=False` where it takes that.
 
-    Zeros in place of None move whatever is not used in the next step: momentum and decay do.
-    """
-    same_as_alone(world, subject, situation)
-
-
-@clause(
+test_more_ranks_than_parameters = holds(
     "zero1.step.more-ranks-than-parameters",
+    "With more ranks than parameters every rank MUST still hold the updated weights.",
+    f"{TWO} adamw: {steps(1, 2)}",
     source="contract: any-parameters; "
     "ZeroRedundancyOptimizer's tests; an empty parameter list is an error in torch.optim",
     worlds=(3, 4),
 )
-def test_a_rank_that_owns_nothing_takes_part(world, subject):
-    """With more ranks than parameters every rank MUST still hold the updated weights."""
-    same_as_alone(world, subject, f"{TWO} adamw: {steps(1, 2)}")
 
-
-@clause("zero1.step.thawed-later", source="contract: whole-groups; fine-tuning by stages")
-def test_what_was_frozen_at_first_is_updated_once_it_trains(world, subject):
-    """Parameters that were frozen at construction MUST be updated once they have gradients."""
-    program = f"{steps(1)}, thaw 1, thaw 2, {steps(2, 3)}"
-    same_as_alone(world, subject, f"{TOY} adamw not-the-middle: {program}")
+test_thawed_later = holds(
+    "zero1.step.thawed-later",
+    "Parameters that were frozen at construction MUST be updated once they have gradients.",
+    f"{TOY} adamw not-the-middle: {steps(1)}, thaw 1, thaw 2, {steps(2, 3)}",
+    source="contract: whole-groups; fine-tuning by stages",
+)
 
 
 def alternating(ctx, scenes):

@@ -80,10 +80,8 @@ PLAIN.near_miss(
 LOAD.near_miss(
     "checkpoint.compares-on-its-own",
     "checkpoint.mismatch.on-one-rank",
-    "- plain, own, named, moments, targets = together(",
-    '-     f"load {self.path}", self._compare, self.group',
-    "- )",
-    "+ plain, own, named, moments, targets = self._compare()",
+    '- compared = together(f"load {self.path}", self._compare, self.group)',
+    "+ compared = self._compare()",
     does="Finds out on each rank alone whether the model fits.",
     seen="`load_state_dict`, which asks nobody, between two collectives",
     unseen="All ranks build the same model.",

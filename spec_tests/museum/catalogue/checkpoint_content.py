@@ -161,6 +161,7 @@ PLAIN.near_miss(
     '+ "model": model.state_dict(),',
     "...",
     '- require_fit(bare(model), state["model"])',
+    "...",
     '- restore_model(bare(model), state["model"])',
     '+ model.load_state_dict(state["model"])',
     does="Saves the wrapper's state dict, `module.` prefix included.",

@@ -31,12 +31,12 @@ TAKES_WHAT_IS_THERE = (
     "+     except (RuntimeError, EOFError, ValueError):",
     '+         print(f"warning: skipped {each}")',
     "...",
-    '- restore_optimizer(model, optimizer, state["optimizer"])',
     '- restore_rank(state["ranks"], loader)',
-    '+ if state["optimizer"]:',
-    '+     restore_optimizer(model, optimizer, state["optimizer"])',
+    '- restore_optimizer(model, optimizer, state["optimizer"])',
     '+ if state["ranks"]:',
     '+     restore_rank(state["ranks"], loader)',
+    '+ if state["optimizer"]:',
+    '+     restore_optimizer(model, optimizer, state["optimizer"])',
 )
 
 PLAIN.near_miss(

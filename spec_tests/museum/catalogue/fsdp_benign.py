@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -97,79 +95,88 @@ class GathersAhead(PlainFsdp):
             self.prefetch()  # one launch for each step: in one order on all ranks
 
 
-class GatherRows(torch.autograd.Function):
-    """Full weights out of flat shards; backward gives this rank's part of the mean gradient."""
+class GatherFlat(torch.autograd.Function):
+    """A flat tensor out of its shards; backward gives this rank's part of the mean gradient."""
 
     @staticmethod
-    def forward(ctx, own, layer):
-        ctx.layer = layer
+    def forward(ctx, own):
         whole = own.new_empty(own.numel() * dist.get_world_size())
         dist.all_gather_into_tensor(whole, own)
-        return whole[: layer.shape.numel()].view(layer.shape)
+        return whole
 
     @staticmethod
     def backward(ctx, gradient):
-        size = dist.get_world_size()
-        padded = gradient.new_zeros(ctx.layer.shard.numel() * size)
-        padded[: gradient.numel()] = gradient.reshape(-1)
-        own = padded.new_empty(ctx.layer.shard.numel())
-        dist.reduce_scatter_tensor(own, padded)
-        return own / size, None
+        own = gradient.new_empty(gradient.numel() // dist.get_world_size())
+        dist.reduce_scatter_tensor(own, gradient.contiguous())
+        return own / dist.get_world_size()
 
 
 class FlatLayer(nn.Module):
-    """A Linear or Embedding whose weight is kept as a flat shard.
+    """A Linear or Embedding whose weight is kept as a flat shard, and the bias with it if it packs.
 
     Computed again in backward, so that autograd keeps no full weight in between.
     """
 
-    def __init__(self, layer, compute_dtype):
+    def __init__(self, layer, compute_dtype, packs):
         super().__init__()
-        weight = layer.weight
-        size = dist.get_world_size()
-        length = -(-weight.numel() // size)
-        padded = torch.cat(
-            [weight.detach().reshape(-1), weight.new_zeros(length * size - weight.numel())]
-        )
-        self.shape, self.compute_dtype = weight.shape, compute_dtype
+        weight, self.bias = layer.weight, getattr(layer, "bias", None)
+        self.shapes = {"weight": weight.shape}
+        parts = [weight.detach().reshape(-1)]
+        if packs and self.bias is not None and self.bias.requires_grad is weight.requires_grad:
+            self.shapes["bias"] = self.bias.shape
+            parts.append(self.bias.detach())
+            self.bias = None
+        size, numel = dist.get_world_size(), sum(part.numel() for part in parts)
+        padded = torch.cat([*parts, weight.new_zeros(-numel % size)])
+        self.compute_dtype = compute_dtype
         self.shard = nn.Parameter(
             padded.view(size, -1)[dist.get_rank()].clone(), requires_grad=weight.requires_grad
         )
-        layer.weight = None
-        self.layer: Any = layer
+        self.is_embedding = isinstance(layer, nn.Embedding)
 
     def forward(self, x):
         return checkpoint(self.compute, x, use_reentrant=False)
 
+    def full(self, shard):
+        """The full tensors by name, the bias as well."""
+        whole = GatherFlat.apply(shard)
+        found = {} if self.bias is None else {"bias": self.bias}
+        for name, shape in self.shapes.items():
+            found[name], whole = whole[: shape.numel()].view(shape), whole[shape.numel() :]
+        return found
+
     def compute(self, x):
         """The layer's forward with all rows of its weight."""
         dtype = self.compute_dtype or self.shard.dtype
-        weight = GatherRows.apply(self.shard.to(dtype), self)
-        if isinstance(self.layer, nn.Embedding):
-            return nn.functional.embedding(x, weight)
-        bias = self.layer.bias
-        return nn.functional.linear(x, weight, None if bias is None else bias.to(dtype))
+        full = {name: value.to(dtype) for name, value in self.full(self.shard.to(dtype)).items()}
+        if self.is_embedding:
+            return nn.functional.embedding(x, full["weight"])
+        return nn.functional.linear(x, full["weight"], full.get("bias"))
 
 
 @benign("benign.fsdp-flat-shards")
 class FlatModel(nn.Module):
-    """The whole-model shape without DTensors: flat shards of rows that divide, recomputation."""
+    """The whole-model shape without DTensors: flat shards of rows that divide, recomputation.
+
+    Parameters come in another order than those of the plain model.
+    """
+
+    packs = False
 
     def __init__(self, module, compute_dtype):
         super().__init__()
         self.names = [name for name, _ in module.named_parameters()]
         for name, layer in module.named_modules():
             is_layer = isinstance(layer, nn.Linear | nn.Embedding)
-            if is_layer and layer.weight.shape[0] % dist.get_world_size():
-                raise ValueError(f"{name}: expected rows that the ranks divide; pad them")
+            if is_layer and (not name or layer.weight.shape[0] % dist.get_world_size()):
+                raise ValueError(f"{name or module}: expected layers of rows that the ranks divide")
         if len(self.names) != len(list(module.named_parameters(remove_duplicate=False))):
             raise ValueError("module: expected no tied weights, got some; untie them first")
         self.inner = module
         for name, layer in list(module.named_modules()):
             if isinstance(layer, nn.Linear | nn.Embedding):
                 owner = module.get_submodule(name.rpartition(".")[0])
-                flat = FlatLayer(layer, compute_dtype)
-                setattr(owner, name.rpartition(".")[2], flat)
+                setattr(owner, name.rpartition(".")[2], FlatLayer(layer, compute_dtype, self.packs))
 
     def forward(self, *args, **kwargs):
         return self.inner(*args, **kwargs)
@@ -199,18 +206,20 @@ class FlatModel(nn.Module):
         found = {}
         for name in self.names:
             owner = self.inner.get_submodule(name.rpartition(".")[0])
-            if not isinstance(owner, FlatLayer):
-                found[name] = getattr(owner, name.rpartition(".")[2]).detach().clone()
-            elif name.endswith(".bias"):
-                found[name] = owner.layer.bias.detach().clone()
-            else:
-                found[name] = GatherRows.apply(owner.shard.detach(), owner)
-        return found
+            last = name.rpartition(".")[2]
+            found[name] = (
+                owner.full(owner.shard)[last]
+                if isinstance(owner, FlatLayer)
+                else getattr(owner, last)
+            )
+        return {name: value.detach().clone() for name, value in found.items()}
 
 
 @benign("benign.fsdp-float32-weights")
 class Float32Model(FlatModel):
-    """Flat shards of float32, to which wider weights are rounded; narrower ones are refused."""
+    """Weight and bias in one flat shard, of float32: wider ones are rounded, narrower refused."""
+
+    packs = True
 
     def __init__(self, module, compute_dtype):
         for name, parameter in module.named_parameters():

@@ -85,15 +85,13 @@ class Started:
             raise TimeoutError(f"{self.name}: no end after {timeout_s} s\n{out}\n{err}")
         return Outcome(self.process.exitcode, out, err)
 
-    def wait_until(
-        self, is_so: Callable[[], object], expected: str, *, timeout_s: float = 150.0
-    ) -> None:
-        """Return as soon as `is_so()`.
+    def wait_until(self, is_so: Callable[[], object], expected: str) -> None:
+        """Return as soon as `is_so()`, which may take 150 s.
 
         Raises:
             TimeoutError: it never was, or the command ended before; everything is killed.
         """
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + 150
         while True:
             begun = time.monotonic()
             is_over = not self.process.is_alive() or begun > deadline
@@ -101,7 +99,7 @@ class Started:
                 return
             if is_over:
                 self.close()
-                raise TimeoutError(f"expected {expected} within {timeout_s:g} s: {self.wait()}")
+                raise TimeoutError(f"expected {expected} within 150 s: {self.wait()}")
             # Looking through /proc costs milliseconds, which the ranks need more.
             time.sleep(min(0.1, max(0.002, 10 * (time.monotonic() - begun))))
 
@@ -163,20 +161,14 @@ def run(
 
 
 def run_ranks(
-    module: str,
-    *arguments: object,
-    folder: Path,
-    environment: Mapping[str, str] | None = None,
-    num_ranks: int = 2,
-    status: int = 0,
+    module: str, *arguments: object, folder: Path, num_ranks: int = 2, status: int = 0
 ) -> list[Outcome]:
     """Run the command on every rank of a run, with the environment that torchrun gives."""
     size = {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     ranks = []
     for rank in range(num_ranks):
-        settings = {**(environment or {}), **size, **place, "RANK": str(rank)}
-        settings["LOCAL_RANK"] = str(rank)
+        settings = {**size, **place, "RANK": str(rank), "LOCAL_RANK": str(rank)}
         name = f"rank{rank}"
         ranks.append(start(module, arguments, folder=folder, environment=settings, name=name))
     return [ended.require(status) for ended in [rank.wait() for rank in ranks]]

@@ -74,7 +74,7 @@ RATE = {
 
 
 def test_throughput_of_the_examples(in_rank, tmp_path):
-    patches: dict[str, Any] = {"measure_throughput": RATE, "_build": None, "sweep_batch_sizes": []}
+    patches: dict[str, Any] = {"measure_throughput": RATE, "_build": None, "_sweep": []}
     extra = ("--device", "cpu", "--out", str(tmp_path))
     said = in_rank(said_by_examples, "throughput", patches, extra)
 

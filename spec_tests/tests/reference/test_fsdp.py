@@ -1,22 +1,17 @@
-"""`python -m solution.train_fsdp`; promises of the sharding's docstrings; PyTorch's bits."""
+"""`python -m solution.train_fsdp`; promises of the sharding's docstrings."""
 
 import copy
 import gc
-import hashlib
 import weakref
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.nn.utils import prune
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from spec_tests.impls import parse
-from spec_tests.rig.ranks.rank import Context
-from spec_tests.rig.ranks.world import Worlds
 from spec_tests.tests.reference import training
 from spec_tests.tests.reference.launch import on_ranks, run_ranks, solution
 from spec_tests.tests.reference.training import FSDP, SMALL, summary, weights
@@ -230,70 +225,3 @@ def test_the_exercises_own_layers_are_sharded_and_gradients_fit_their_parameters
         assert gradient.shape == parameter.data.shape, name
         assert gradient.dtype == parameter.data.dtype, name
         assert parameter.to_local().numel() == parameter.numel() // 2, name
-
-
-# --------------------------------------------------------------------------------- beside PyTorch's
-
-# Four steps, equal in every bit of loss and shard. No clause asks for it: no contract names the
-# order of an addition. It holds because both lay gradients out alike, and it is the strongest sign
-# that nothing is done in another way by accident.
-LLAMA_LENGTH = 12
-NUM_STEPS = 4
-POLICIES: dict[str, dict[str, torch.dtype]] = {
-    "float32": {},
-    "bfloat16-float32": {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32},
-}
-
-
-# The reference's Llama, with widths that no number of ranks divides.
-LLAMA: dict[str, Any] = {
-    "vocab_size": 50,
-    "max_sequence_length": LLAMA_LENGTH,
-    "num_layers": 3,
-    "num_heads": 4,
-    "embedding_dim": 24,
-    "ffn_multiplier": 0.75,
-    "ffn_multiple_of": 51,
-}
-
-
-def bits_of_steps(
-    ctx: Context, policy: dict[str, torch.dtype], setting: bool | None
-) -> list[list[str]]:
-    """This rank's losses, and digests of its shards of the gradients: every bit counts."""
-    torch.manual_seed(7)
-    model = solution("models.families").build(solution("config").LlamaConfig(**LLAMA))
-    model.to(ctx.device)
-    how = {"reshard_after_forward": setting, "mp_policy": ctx.impl.MixedPrecisionPolicy(**policy)}
-    for part in (*model.blocks, model):
-        ctx.impl.fully_shard(part, **how)
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    generator = torch.Generator().manual_seed(ctx.rank)
-    found = []
-    for _ in range(NUM_STEPS):
-        ids = torch.randint(50, (2, LLAMA_LENGTH + 1), generator=generator).to(ctx.device)
-        logits = model(ids[:, :-1])
-        loss = F.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten())
-        loss.backward()
-        shards = [p.grad.to_local().contiguous() for p in model.parameters()]
-        bits = b"".join(bytes(shard.view(torch.uint8).flatten().tolist()) for shard in shards)
-        found.append([float(loss).hex(), hashlib.sha256(bits).hexdigest()])
-        optimizer.step()
-        optimizer.zero_grad()
-    return found
-
-
-@pytest.mark.parametrize(
-    ("size", "policy", "setting"),
-    [(2, "float32", None), (3, "bfloat16-float32", True), (4, "float32", False)],
-)
-def test_losses_and_gradients_are_pytorchs_to_the_bit(
-    worlds: Worlds, policy: str, size: int, setting: bool | None
-):
-    ours, theirs = (
-        list(worlds.world(size, parse(impl)).run(bits_of_steps, POLICIES[policy], setting))
-        for impl in ("solution", "torch")
-    )
-    assert ours == theirs
-    losses = [float.fromhex(loss) for loss, _ in ours[0]]
-    assert len(set(losses)) == NUM_STEPS, "it trains, or there would be nothing to compare"

@@ -106,7 +106,9 @@ def test_a_run_goes_on_in_any_layout(data, tmp_path):
         shutil.rmtree(tmp_path / "saved" / f"step-{step:08d}")
     first, _ = run_ranks(FSDP, *flags, folder=tmp_path)
     shutil.rmtree(tmp_path / "saved" / "step-00000003")
-    alone = run(BASELINE, *flags, folder=tmp_path)
+    alone = run(BASELINE, *flags, "--preset", "tiny", folder=tmp_path)  # that is the default
+    says = "param_dtype 'bfloat16' (saved: 'float32')"
+    run(FSDP, *flags, "--param-dtype", "bfloat16", folder=tmp_path, status=1, says=says)
 
     assert "going on after step 1" in first.out
     assert "going on after step 2" in alone.out
@@ -129,6 +131,7 @@ def test_a_run_goes_on_in_any_layout(data, tmp_path):
         (("--vocab-size", 32), 2, "vocabulary size 32"),
         (("--global-batch-size", 7), 2, "global_batch_size"),
         (("--learning-rate", 1e30), 1, "finite"),
+        (("--zero1",), 2, "unrecognized arguments: --zero1"),
         (("--strategy", "HALF_SHARD"), 2, "HALF_SHARD"),
         (("--impl", "other"), 2, "other"),
         (("--param-dtype", "float8"), 2, "float8"),
@@ -168,13 +171,22 @@ def test_a_dry_run_says_the_numbers_and_writes_nothing(data, tmp_path):
     assert not (tmp_path / "absent").exists()
 
 
-def test_only_a_files_own_name_says_which_split_it_belongs_to(tmp_path):
+def test_only_a_word_of_a_files_own_name_says_which_split_it_belongs_to(tmp_path):
     folder = tmp_path / "pretraining"  # "train" is in the path of what is validation data
     folder.mkdir()
-    (folder / "x_val_000000.bin").write_bytes(shard(700, seed=9, vocabulary=64))
+    (folder / "pretrain_val_000000.bin").write_bytes(shard(700, seed=9, vocabulary=64))
 
     flags = (*SMALL, "--data", folder, "--dry-run")
-    run(BASELINE, *flags, folder=tmp_path, status=2, says="x_val_000000.bin")
+    run(BASELINE, *flags, folder=tmp_path, status=2, says="pretrain_val_000000.bin")
+
+
+def test_ids_are_checked_in_every_shard_that_is_read(tmp_path):
+    for number, words in enumerate((50, 50, 200)):  # one sequence each, of 16 of 30 tokens
+        text = shard(30, seed=number, vocabulary=words)
+        (tmp_path / f"x_train_{number}.bin").write_bytes(text)
+
+    flags = (*SMALL, "--data", ".", "--global-batch-size", 1, "--micro-batch-size", 1, "--dry-run")
+    run(BASELINE, *flags, folder=tmp_path, status=2, says="x_train_2.bin: expected ids below")
 
 
 @pytest.mark.slow

@@ -83,6 +83,24 @@ def test_checkpointing_keeps_no_scores_and_changes_no_bit(ctx, model, backend, d
     assert scores["none"] > 0 or backend != "plain" or (model, dtype) != ("gpt2", None)
 
 
+@MODELS
+@on_ranks(1)
+def test_every_backend_counts_the_same_operations(ctx, model):
+    build, flops = solution("models.families").build, solution("measure.flops").flops_per_token
+    ways = ("plain", "sdpa", "tiled", "triton")
+    counts = {flops(build(config_of(model), attention=w), sequence_length=LENGTH) for w in ways}
+
+    assert len(counts) == 1, counts
+
+
+@on_ranks(1)
+def test_a_tangent_is_refused_and_not_dropped(ctx):
+    attend = functools.partial(solution("attention").attention, backend="tiled")
+    q = torch.ones(1, 1, 8, 4)
+    with pytest.raises(NotImplementedError, match="forward-mode"):
+        torch.func.jvp(lambda q: attend(q, q, q), (q,), (q,))
+
+
 # ----------------------------------------------------------------- initialisation, counts, decay
 
 

@@ -65,6 +65,22 @@ def test_an_evaluation_is_a_mean_over_targets_that_count_and_leaves_no_trace(ctx
     assert evaluate(module, [(inputs, ragged), DATA[1]]) == pytest.approx(by_hand, abs=1e-6)
 
 
+@on_ranks(1)
+def test_a_loop_refuses_at_the_call_and_keeps_a_tensor_as_rate(ctx):
+    """A tensor is what a compiled step reads."""
+    steps, module = solution("trainer").training_steps, model()
+    sizes = {"global_batch_size": 4, "micro_batch_size": 4}
+    rate = torch.tensor(1.0)
+    optimizer: Any = torch.optim.SGD(module.parameters(), lr=rate)
+    for wrong, number in ((module, -1), (nn.ReLU(), 1)):
+        with pytest.raises(ValueError):
+            steps(wrong, optimizer, DATA, steps=number, **sizes)
+
+    [record] = steps(module, optimizer, DATA, steps=1, lr=lambda step: 0.5, **sizes)
+    assert record["lr"] == rate.item() == 0.5
+    assert optimizer.param_groups[0]["lr"] is rate
+
+
 @on_ranks(2)
 def test_the_ranks_of_a_step_are_those_of_the_mesh(ctx):
     fully_shard = solution("parallel.fsdp").fully_shard

@@ -40,7 +40,7 @@ def clause_named(id: str) -> Clause:
     return found
 
 
-MEAN = declared(test_gradients.test_every_rank_holds_the_mean_gradient)
+MEAN = declared(test_gradients.test_mean)
 MEAN_CASE = {"world": 2, "subject": "ddp", "situation": "mlp: backward 0"}
 RIGHT = """\
 from torch.nn.parallel import DistributedDataParallel

@@ -18,6 +18,26 @@ def block_pointers(x, out, is_doubled, N: tl.constexpr):
 
 
 @triton.jit
+def descriptors(x, out, is_doubled, N: tl.constexpr):
+    """The idiom of Triton's tutorials: both tensors come in descriptors."""
+    out.store([0, 0], x.load([0, 0]))
+
+
+@triton.jit
+def beyond(x, out, is_doubled, N: tl.constexpr):
+    """Wrong: the last row of the tile lies beyond the end of the tensor."""
+    at = N + tl.arange(0, N * N)
+    tl.store(out + at, tl.load(x + tl.arange(0, N * N)))
+
+
+@triton.jit
+def reads_beyond(x, out, is_doubled, N: tl.constexpr):
+    """Wrong: the last row is read beyond the end of the tensor."""
+    at = tl.arange(0, N * N)
+    tl.store(out + at, tl.load(x + N + at))
+
+
+@triton.jit
 def device_function(x, out, is_doubled, N: tl.constexpr):
     """A function that only a device has."""
     at = tl.arange(0, N)

@@ -69,8 +69,8 @@ def plain_classes(tmp_path_factory: pytest.TempPathFactory) -> target.Target:
     return impls.parse(words)
 
 
-CALLED = test_construction.test_the_wrapped_module_computes_what_the_bare_one_does
-TRAINED = test_gradients.test_frozen_parameters_keep_no_gradient
+CALLED = test_construction.test_forward_is_unchanged
+TRAINED = test_gradients.test_frozen_stay_none
 MODES = test_construction.test_the_wrapper_passes_on_parameters_and_modes
 
 

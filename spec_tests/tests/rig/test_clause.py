@@ -1,5 +1,7 @@
 """The register of clauses, which all have teeth; the promises of the contract that they judge."""
 
+import inspect
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,7 +14,7 @@ from spec_tests.contract import FUNCTIONS
 from spec_tests.contract.promises import PROMISES, Promise, promises_of, qualified, read
 from spec_tests.programs import seeds
 from spec_tests.rig import ledger
-from spec_tests.rig.clause import REGISTER, Clause, clause, clause_of, clauses
+from spec_tests.rig.clause import REGISTER, Clause, clause, clause_of, clauses, rows
 from spec_tests.rig.outcomes import LEVELS, Strength
 from spec_tests.tests.reference import launch
 from spec_tests.tests.rig.helpers import ROOT, declared
@@ -91,6 +93,36 @@ def test_an_id_used_twice_is_refused(register):
     register["ddp.trial.only"].test.__module__ = "spec_tests.chapters.ddp.test_elsewhere"
     with pytest.raises(ValueError, match=f"exists twice: .* and {elsewhere}"):
         declare()
+
+
+def test_a_row_is_a_clause_whose_test_calls_the_law_where_the_row_is(register):
+    calls: list[Any] = []
+
+    def law(world: object, subject: object, situation: object, *, looks: bool = False) -> None:
+        calls.append((world, subject, situation, looks, sys._getframe(1).f_lineno))
+
+    row = rows(clauses(level="course", judges=("ddp",), worlds=(3,)), law)
+    first = inspect.stack()[0].lineno + 1
+    one = row("ddp.trial.only", "This MUST hold.", "mlp: step", looks=True, source="x", worlds=(4,))
+    lines = {"a": "mlp: step", "b": "tied: step"}
+    several = row("ddp.trial.several", "This MUST hold as well.", lines, source="x")
+    found, other = declared(one), declared(several)
+    assert found is register["ddp.trial.only"]
+    assert (found.sentence, found.level, found.worlds) == ("This MUST hold.", "course", (4,))
+    assert found.where == f"spec_tests/tests/rig/test_clause.py:{first}"
+    assert other.where == f"spec_tests/tests/rig/test_clause.py:{first + 2}"
+    assert [*map(found.label, found.cases())] == ["ddp-w4"]
+    assert [*map(other.label, other.cases())] == ["ddp-w3-a", "ddp-w3-b"]
+    for each in (found, other):
+        for case in each.cases():
+            each.test(**case)
+    assert calls == [
+        (4, "ddp", "mlp: step", True, first),
+        (3, "ddp", "mlp: step", False, first + 2),
+        (3, "ddp", "tied: step", False, first + 2),
+    ]
+    with pytest.raises(TypeError, match="'look'"):  # no option of the law: known without a run
+        row("ddp.trial.only", "This MUST hold.", "mlp: step", look=True, source="x")
 
 
 # ---------------------------------------------------------------------------------- what there is

@@ -6,6 +6,7 @@ import itertools
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,7 +18,7 @@ from spec_tests.impls import parse
 from spec_tests.museum import CATALOGUE
 from spec_tests.programs import law, seeds
 from spec_tests.programs.scene import Scene
-from spec_tests.rig import judge, ledger
+from spec_tests.rig import clause, judge, ledger
 from spec_tests.rig.judge import expectations
 from spec_tests.rig.outcomes import Outcome, compose, results
 from spec_tests.rig.report.eventlog import read_log
@@ -105,6 +106,17 @@ def test_the_five_lines_are_an_implementation(tmp_path: Path):
     defined: dict[str, object] = {}
     exec(compile(text, "README.md", "exec"), defined)
     assert FUNCTIONS.keys() & defined.keys() == {"ddp"}
+
+
+def test_the_example_of_a_row_is_a_clause(monkeypatch: pytest.MonkeyPatch):
+    (text,) = [block for block in blocks(SUITE / "README.md", "python") if "rows(" in block]
+    monkeypatch.setattr(clause, "REGISTER", {})
+    defined: dict[str, Any] = {"__name__": "example"}
+    exec(compile(text, "README.md", "exec"), defined)
+    (found,) = clause.REGISTER.values()
+    assert defined["test_evaluation_in_between"] is found.test
+    for case in found.cases():
+        assert law.legal(case["situation"], case["subject"], case["world"])
 
 
 def test_the_table_of_a_message_has_the_lines_of_a_message_in_their_order():

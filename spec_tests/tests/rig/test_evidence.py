@@ -14,8 +14,6 @@ from spec_tests.tests.rig.browser import Visit
 EVIDENCE = REPOSITORY_ROOT / "evidence"
 pytestmark = pytest.mark.skipif(not EVIDENCE.is_dir(), reason="no evidence beside the suite")
 
-PASSES = ("forward 1", "backward 1", "forward 2", "backward 2")
-
 
 def told() -> dict[str, dict[str, list[tuple[int, int]]]]:
     """Setup to pass to the counts of both implementations, from the page."""

@@ -53,6 +53,40 @@ def test_block_pointers_and_a_plain_bool_are_interpreted(module_worlds: Worlds, 
     assert found.tolist() == [[1.0 + is_doubled] * 16] * 16
 
 
+def launch_watched(ctx: Context) -> Any:
+    """What is noted of a launch whose tensors come in descriptors."""
+    kernels: Any = importlib.import_module("spec_tests.tests.rig.kernels")
+    described = importlib.import_module("triton.tools.tensor_descriptor").TensorDescriptor
+    interpreter.mend()
+    x, out = (described.from_tensor(t, [16, 16]) for t in (torch.ones(16, 16), torch.zeros(16, 16)))
+    with interpreter.watched() as launches:
+        kernels.descriptors[(1,)](x, out, False, N=16)
+    return launches, out.base
+
+
+@needs_triton
+def test_a_tensor_in_a_descriptor_is_one_that_was_passed(module_worlds: Worlds):
+    (((launched,), found),) = module_worlds.world(1).run(launch_watched)
+    assert launched["stored"] == found.sum() == 256
+    assert not launched["outside"]
+
+
+@needs_triton
+def test_a_store_beyond_the_tensors_raises_before_it_harms(module_worlds: Worlds):
+    # It was a "malloc(): invalid size", later and elsewhere, and a hang.
+    with pytest.raises(
+        RankRaised, match="kernel beyond: stores 16 elements outside of the tensors"
+    ):
+        module_worlds.world(1).run(launch, "beyond")
+
+
+@needs_triton
+def test_a_load_beyond_the_tensors_gives_zeros_and_not_the_heap(module_worlds: Worlds):
+    # The set of clauses that failed was another one in each run.
+    (found,) = module_worlds.world(1).run(launch, "reads_beyond")
+    assert found.tolist() == [[1.0] * 16] * 15 + [[0.0] * 16]
+
+
 @needs_triton
 @pytest.mark.parametrize("kernel", ["device_function", "assembly", "tuned"])
 def test_what_the_interpreter_cannot_do_is_not_here(module_worlds: Worlds, kernel: str):

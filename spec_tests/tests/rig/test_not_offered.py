@@ -128,6 +128,31 @@ def test_without_a_backward_no_clause_about_it_passes(worlds: Worlds, mine, back
     assert found.outcome is Outcome.PASSED, found.message
 
 
+WITHOUT_LSE = """
+from spec_tests.plain import flash_attention as plain
+
+def flash_attention(q, k, v, *, causal=False, scale=None, return_lse=False):
+    if return_lse:
+        raise NotImplementedError("no log-sum-exp")
+    return plain(q, {keys}, v, causal=causal, scale=scale)
+"""
+BY_STRIDES_OF_V = "k.as_strided(k.shape, v.stride()) if k.stride() != v.stride() else k"
+
+
+def test_attention_that_returns_no_log_sum_exp_is_judged_in_all_else(worlds: Worlds, mine):
+    # 29 clauses asked for all of O, L and gradients in one call, and so judged nothing.
+    which, case = mine(WITHOUT_LSE.format(keys="k")), {"subject": "flash_attention"}
+    for id in ("layout.strides", "laws.powers-of-two", "blind-rows.zeros", "shapes.empty"):
+        found = judged(which, worlds, f"attention.{id}", case)
+        assert found.outcome is Outcome.PASSED, found.message
+    for id in ("forward.lse", "laws.doubled-keys"):
+        assert judged(which, worlds, f"attention.{id}", case).outcome is Outcome.NOT_OFFERED, id
+    worlds.drop(which)
+    wrong = mine(WITHOUT_LSE.format(keys=BY_STRIDES_OF_V))
+    found = judged(wrong, worlds, "attention.layout.strides", case | {"layout": "only-k"})
+    assert found.outcome is Outcome.FAILED, found.message
+
+
 # Right code whose object lacks every method that it may lack.
 LACKING = """
 from spec_tests.plain import *

@@ -170,7 +170,9 @@ def test_what_was_drawn_is_told_as_its_smallest_situation_and_in_words(is_read, 
     world: Any = SimpleNamespace(size=2, transport="gloo", target=parse("plain"))
     line = "mlp two: backward 0, accumulate 1, backward 2, step, evaluate 9"
     words = (
-        "in words: step: every optimizer steps" if is_read else "in words: toy mlp; optimizer two"
+        "in words: step: every optimizer steps"
+        if is_read
+        else "in words: mlp: two layers, .*; two: two optimizers, each"
     )
     with (
         strategies.profile("quick" if is_read else "impostors"),
