@@ -362,5 +362,5 @@ def added_later(ctx, subject, addition):
 )
 @pytest.mark.parametrize("addition", additions.ADDITIONS)
 def test_what_is_added_to_a_sharded_module_is_averaged_or_refused(world, subject, addition):
-    """Parameters that are added or replaced later MUST get the mean gradient, or be an error."""
+    """Parameters added or replaced after sharding MUST get the mean gradient, or be an error."""
     additions.get_the_mean(world, added_later, subject, addition)

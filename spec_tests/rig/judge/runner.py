@@ -238,11 +238,5 @@ def run_case(
         except BaseException as caught:  # hangs and deaths are no ordinary exceptions
             outcome, message, mode = outcome_of(caught), message_of(caught), mode_of(caught)
     return CaseResult(
-        clause,
-        name,
-        outcome,
-        message,
-        time.perf_counter() - begun,
-        tuple(here.margins),
-        mode,
+        clause, name, outcome, message, time.perf_counter() - begun, tuple(here.margins), mode
     )

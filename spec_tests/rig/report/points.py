@@ -122,11 +122,7 @@ def resolve(profile: Mapping[str, Any], musts: Sequence[str]) -> dict[str, Any]:
                 )
             needed |= dict.fromkeys(matching)
         items.append({"by_hand": "", **item, "clauses": list(needed)})
-    return {
-        "title": profile["title"],
-        "level": profile.get("level", "correct"),
-        "items": items,
-    }
+    return {"title": profile["title"], "level": profile.get("level", "correct"), "items": items}
 
 
 def score(events: Sequence[Event], implementation: str) -> dict[str, Any] | None:

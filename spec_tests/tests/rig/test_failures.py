@@ -13,13 +13,7 @@ import torch.distributed as dist
 
 from spec_tests.rig.judge import runner
 from spec_tests.rig.ranks import pool
-from spec_tests.rig.ranks.errors import (
-    RankDied,
-    RankHung,
-    RankRaised,
-    RankReport,
-    RigError,
-)
+from spec_tests.rig.ranks.errors import RankDied, RankHung, RankRaised, RankReport, RigError
 from spec_tests.rig.ranks.rank import Context
 from spec_tests.rig.ranks.world import Worlds
 from spec_tests.rig.report.causes import innermost

@@ -25,13 +25,7 @@ from spec_tests.rig.ranks.rank import Context, RankConfig, Reply
 from spec_tests.rig.ranks.recorder import Kind
 from spec_tests.rig.ranks.world import Worlds
 from spec_tests.tests.rig import bodies, test_hygiene
-from spec_tests.tests.rig.helpers import (
-    RIGHT,
-    RIGHT_BESIDE,
-    UNANSWERED,
-    calling,
-    judged,
-)
+from spec_tests.tests.rig.helpers import RIGHT, RIGHT_BESIDE, UNANSWERED, calling, judged
 
 CRASH = "import ctypes; ctypes.string_at(0)"
 

@@ -63,10 +63,7 @@ def test_live_tells_the_first_finding_progress_and_chapters_as_they_end():
 @pytest.mark.parametrize(
     ("is_terminal", "written"),
     [
-        (
-            True,
-            "\r\x1b[K   0 s  1 of 9 clauses, now a.b\r\r\x1b[Ka finding\n\r\x1b[K",
-        ),
+        (True, "\r\x1b[K   0 s  1 of 9 clauses, now a.b\r\r\x1b[Ka finding\n\r\x1b[K"),
         (False, "after 0 min: 1 of 9 clauses, now a.b\na finding\n"),
     ],
 )
