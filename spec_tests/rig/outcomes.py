@@ -187,7 +187,10 @@ def judge_run(events: Sequence[Event]) -> Verdict:
         broken.append(f"nothing ran: no clause that was selected is offered and can run here{hint}")
     if broken:
         return Verdict(2, tuple(broken + refuted))
-    return Verdict(1 if refuted else 0, tuple(refuted))
+    absent = sum(cell.outcome is Outcome.NOT_HERE for cell in found)
+    judged = sum(cell.outcome not in SILENT for cell in found)
+    notes = [f"only {judged} of {judged + absent} clauses could run here"] if absent > judged else []
+    return Verdict(1 if refuted else 0, tuple(refuted + notes))
 
 
 def verdict(events: Sequence[Event]) -> Verdict:

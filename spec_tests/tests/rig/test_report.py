@@ -224,6 +224,14 @@ def test_where_nothing_was_judged_a_higher_level_is_named(tmp_path: Path):
         assert reason.endswith(hint)
 
 
+def test_a_run_that_is_mostly_not_here_says_so():
+    absent = [result("not_here", clause=f"ddp.absent.{n}") for n in range(2)]
+    found = judge_run([result(), *absent])
+    assert found.status == 0
+    assert found.reasons == ("only 1 of 3 clauses could run here",)
+    assert not judge_run([result(), *absent[:1]]).reasons
+
+
 def test_a_problem_of_the_run_breaks_it(tmp_path: Path):
     with closing(EventLog(tmp_path / "events.jsonl", **START)) as log:
         add(log)
