@@ -189,7 +189,9 @@ def judge_run(events: Sequence[Event]) -> Verdict:
         return Verdict(2, tuple(broken + refuted))
     absent = sum(cell.outcome is Outcome.NOT_HERE for cell in found)
     judged = sum(cell.outcome not in SILENT for cell in found)
-    notes = [f"only {judged} of {judged + absent} clauses could run here"] if absent > judged else []
+    notes = (
+        [f"only {judged} of {judged + absent} clauses could run here"] if absent > judged else []
+    )
     return Verdict(1 if refuted else 0, tuple(refuted + notes))
 
 
