@@ -323,8 +323,7 @@ class Probe:
         self.stepping = id(optimizer)
         if any(p.is_meta for group in optimizer.param_groups for p in group["params"]):
             return
-        link = self.connect()
-        groups = optimizer.param_groups
+        link, groups = self.connect(), optimizer.param_groups
         if optimizer not in self.optimizers:
             self.optimizers[optimizer] = Watched(next(self._numbers))
         watched = self.optimizers[optimizer]
@@ -360,8 +359,8 @@ class Probe:
         event["feed"] = loading.fields(self.window.feed)
         event["unheld"] = self.window.unheld(self.names, self.optimizers.values(), watched.steps)
         event = plain(event)
-        watched.is_written = watched.last not in ([], event["before"])
-        watched.last = event["before"]
+        before, watched.last = watched.last, event["before"]
+        watched.is_written = before not in ([], watched.last)
         watched.factors = [self.factors.pop(id(p), 1) / event["scale"] for p in watched.parameters]
         event["replay"] = self.replay(watched)
         watched.usual = len(self.window.forwards)
