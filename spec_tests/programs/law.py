@@ -83,7 +83,7 @@ def in_words(situation: str) -> str:
 
 
 def _setting(word: str) -> str:
-    """Return what a word of a scene is: of a toy what its class says of itself."""
+    """Return a scene's word and its meaning; a toy's is the first line of its class's docstring."""
     axis, means = AXIS_OF[word], SETTINGS.get(word)
     if means is None and axis == "toy":
         model: Any = TOYS[AXES[axis][word].value[0]].model
@@ -249,7 +249,7 @@ def judge_values(ranks: Sequence[Any], subject: str, situation: str) -> None:
             at(number),
             within=CLIPPED if call.startswith("clip") else within,
             quantity=SHOWS.get(call.split()[0], gradient) + place,
-            hints=[Hint(TURNED, partial(_turned, partial(at, number)))][: "step" in call]
+            hints=[Hint(TURNED, partial(_turned, partial(at, number)))] * call.startswith("step")
             + [
                 Hint(fault.means, partial(at, number, name))
                 for name, fault in FAULTS.items()

@@ -197,7 +197,8 @@ class OneProcess:
         if is_due and self.max_norm is not None and self.fault != "unclipped":
             is_once = self.fault != "clips-tied-twice"
             named = self.module.named_parameters(remove_duplicate=is_once)
-            nn.utils.clip_grad_norm_([p for _, p in named], self.max_norm)
+            norm = nn.utils.clip_grad_norm_([p for _, p in named], float("inf"))
+            nn.utils.clip_grads_with_norm_(self.module.parameters(), self.max_norm, norm)
 
     def _fill(self) -> None:
         """Zeros where nothing arrived, if that is what the implementation declares."""

@@ -56,16 +56,20 @@ def mend() -> None:
 class _Guard:
     """Keeps a launch within what was passed to it, so that results do not depend on the heap.
 
-    A store outside raises, for it would overwrite the rank's own memory. A load outside gives
-    zeros: what uses another value fails, and `attention.kernels.in-bounds` reports the rest.
+    A store outside raises, for it would overwrite the rank's own memory; atomics are not looked at.
+    A load outside returns zeros, so that results are reproducible; `attention.kernels.in-bounds`
+    reports it.
     """
 
     extents: Sequence[tuple[int, int]] = ()
 
     def launch(self, executor: Any, *arguments: Any, **named: Any) -> None:
-        tensors = [*_tensors((*arguments, *named.values()))]
+        given = (*arguments, *named.values())
+        tensors = [*_tensors(given)]
         # Integers may be addresses of further tensors.
-        self.extents = [] if any(t.dtype == torch.int64 for t in tensors) else _extents(tensors)
+        may_point = any(t.dtype in (torch.int64, torch.uint64) for t in tensors)
+        may_point |= any(isinstance(each, int) and each >= 2**32 for each in given)
+        self.extents = [] if may_point else _extents(tensors)
         self.kernel = executor.fn.__name__
 
     def loads(self, load: Callable[..., Any]) -> Callable[..., Any]:

@@ -71,7 +71,7 @@ def asked(
 
 
 class _Offered(dict[str, torch.Tensor]):
-    """An answer; who asks for what it lacks is told that it is not offered."""
+    """An answer that raises NotOffered for a name that it lacks."""
 
     def __missing__(self, name: str) -> torch.Tensor:
         raise NotOffered(f"{name} is not offered")
@@ -229,7 +229,8 @@ def offers_lse(world: World, subject: str) -> bool:
 def offered(world: World, subject: str, names: Sequence[str]) -> tuple[str, ...]:
     """Return the names, without L where that is not offered and others are left to be judged."""
     others = tuple(name for name in names if name != "L")
-    return others if others and not offers_lse(world, subject) else tuple(names)
+    is_left_out = "L" in names and others and not offers_lse(world, subject)
+    return others if is_left_out else tuple(names)
 
 
 @tried

@@ -91,9 +91,8 @@ def _goes_on_elsewhere(observed: Sequence[Stream], wholes: Sequence[Stream], tak
     for got, whole in zip(observed, wholes, strict=True):
         at = whole.index(got[0]) if got and got[0] in whole else taken
         if at == 0 < taken <= len(whole) and got[:2] == whole[:2]:
-            at_end = taken == len(whole)
-            state = "the state of the end counts as none" if at_end else "the state is not restored"
-            return f"the pass begins anew: {state}"
+            at_end = ", or that of the end counts as none" if taken == len(whole) else ""
+            return f"the pass begins anew: the state is not restored{at_end}"
         if 0 < at < taken and got[:2] == whole[at : at + 2]:
             again = f"batch {at} is read again: the state counts {taken - at} batches too few"
             return f"it goes on with batch {at} of the pass in place of {taken}; {again}"

@@ -1,9 +1,10 @@
 """The reference's `fully_shard` is PyTorch's in names and behaviour, or its README says where not.
 
 Names, parameters and defaults are compared one by one; those that differ are in the first table of
-`solution/README.md`. Then small programs run with both, on two ranks. What comes out (values to the
-bit, or the class of an error) is equal for everyday programs. The others are the rows of the second
-table, with both outcomes. What stands in a table and no longer differs is an error as well.
+`solution/README.md`. Then small programs run with both, on two ranks, some on three and four. What
+comes out (values to the bit, or the class of an error) is equal for everyday programs. The others
+are the rows of the second table, with both outcomes. What stands in a table and no longer differs
+is an error as well.
 """
 
 import copy

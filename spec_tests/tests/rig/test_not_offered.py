@@ -142,7 +142,10 @@ BY_STRIDES_OF_V = "k.as_strided(k.shape, v.stride()) if k.stride() != v.stride()
 def test_attention_that_returns_no_log_sum_exp_is_judged_in_all_else(worlds: Worlds, mine):
     # 29 clauses asked for all of O, L and gradients in one call, and so judged nothing.
     which, case = mine(WITHOUT_LSE.format(keys="k")), {"subject": "flash_attention"}
-    for id in ("layout.strides", "laws.powers-of-two", "blind-rows.zeros", "shapes.empty"):
+    whole = judged(impls.parse("plain"), worlds, "attention.gradients.values", case)
+    assert whole.outcome is Outcome.PASSED, "who returns it is asked for all in one"
+    names = ("gradients.values", "layout.strides", "laws.powers-of-two", "blind-rows.zeros")
+    for id in (*names, "shapes.empty"):
         found = judged(which, worlds, f"attention.{id}", case)
         assert found.outcome is Outcome.PASSED, found.message
     for id in ("forward.lse", "laws.doubled-keys"):
