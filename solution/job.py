@@ -107,7 +107,7 @@ class Job:
 
     Raises:
         ValueError: data, sizes or vocabulary that do not fit each other, attention that cannot run
-            here, or, of a run that begins, nothing that can be recorded.
+            here, or, in a run that begins, too few steps or an occupied folder for a recording.
         DataExhaustedError: less data than is needed.
     """
 

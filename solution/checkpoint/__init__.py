@@ -15,9 +15,9 @@ Save, on all ranks (`save.py`):
 3. complete  rank 0 sees that every file is there, writes the marker, renames the folder
 
 Load (`load.py`): the newest complete folder is verified, compared with the model, read into fresh
-tensors, and only then copied into the live ones, which get back what they had if a part of them on
-any rank refuses. So a failed load changes nothing, and a failed save leaves the older folder as it
-was. A step that fails on one rank fails on all, and says whose fault it was.
+tensors, and only then copied into the live ones. If a part refuses on any rank, all parts on all
+ranks get back what they had. So a failed load changes nothing, and a failed save leaves the older
+folder as it was. A step that fails on one rank fails on all, and says whose fault it was.
 
 Names are those of the bare model, whatever wraps it; optimizer state goes by parameter name and not
 by position. So plain and wrapped models, other groupings and other world sizes load each other's.

@@ -14,7 +14,6 @@ the same one (as a global position is); a rank that took part in the save takes 
 numbers, any further one goes on with those it was started with.
 """
 
-import contextlib
 import copy
 import os
 import warnings
@@ -113,7 +112,7 @@ class _Loading:
         @torch.no_grad()
         def apply() -> None:
             undo.append(partial(save.restore_random_state, save.random_state()))
-            undo.extend(  # a load gives it, and one inside of it, other dicts
+            undo.extend(  # a load replaces dicts of the optimizer, and of an optimizer inside of it
                 partial(vars(each).update, {**vars(each)})
                 for each in (self.optimizer, *vars(self.optimizer).values())
                 if isinstance(each, torch.optim.Optimizer)
@@ -133,11 +132,13 @@ class _Loading:
 
         try:
             together(f"take over what it read from {self.path}", apply, self.group)
-        except BaseException:
+        except BaseException as error:
             for put_back in reversed(undo):
-                # What refuses to be loaded may refuse this as well: it is as it was.
-                with contextlib.suppress(Exception), torch.no_grad():
-                    put_back()
+                try:
+                    with torch.no_grad():
+                        put_back()
+                except Exception as other:
+                    error.add_note(f"what refused may be changed: undoing it raised {other!r}")
             raise
 
     def _compare(self) -> tuple[Any, dict[str, Any], ModelTensors, OptimizerTensors, Any]:

@@ -129,8 +129,6 @@ def _captured(
         return with_tensors({"model": weights, "optimizer": {"state": states}}), common, own
 
     tensors, common, own = together(f"capture its state at step {step}", capture, group)
-    if not is_first:  # all have the same options, and the first rank's count
-        common["optimizer"]["options"] = {}
     gathered = comm.gather_objects((step, own, common["optimizer"]), group)
     steps = [each for each, _, _ in gathered]
     if len(set(steps)) > 1:

@@ -119,9 +119,24 @@ def _norm(config: GPT2Config) -> nn.LayerNorm:
     return nn.LayerNorm(config.embedding_dim, eps=config.layer_norm_epsilon)
 
 
-def language_model(**shape: int) -> GPT2:
-    """A GPT-2 of a shape in the words of `GPT2Config`, which says what it refuses.
+def language_model(
+    *,
+    vocab_size: int,
+    num_layers: int,
+    num_heads: int,
+    embedding_dim: int,
+    max_sequence_length: int,
+) -> GPT2:
+    """A GPT-2 of that shape: ids `[batch, seq]` -> logits `[batch, seq, vocab]`.
 
-    It takes ids `[batch, seq]` and returns logits `[batch, seq, vocab]`.
+    Raises:
+        ValueError: a size is not a positive integer, or the heads do not divide the embedding.
     """
-    return GPT2(GPT2Config(**shape))
+    config = GPT2Config(
+        vocab_size=vocab_size,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        embedding_dim=embedding_dim,
+        max_sequence_length=max_sequence_length,
+    )
+    return GPT2(config)

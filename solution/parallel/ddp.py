@@ -128,7 +128,8 @@ class Replica(nn.Module):
 
         Raises:
             RuntimeError: inside `no_sync`, or when the backward before it was interrupted after its
-                first gradient. Other ranks get no error, and NaN for what this one had not sent.
+                first gradient. Other ranks get no error, but NaN in gradients that this one had not
+                sent.
         """
         self._reducer.finish()
 

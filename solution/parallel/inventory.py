@@ -1,8 +1,8 @@
 """Parameters that are added to a model after it was wrapped, as LoRA adds them, or replaced.
 
-Problem. A wrapper registers its hooks once, on Parameter objects. One that comes later, also in the
-place of another, as from `load_state_dict(assign=True)`, gets the gradient of its own rank, so each
-rank trains another model, and the loss falls all the same.
+Problem. A wrapper registers its hooks once, on Parameter objects. A Parameter that comes later, or
+takes the place of another as in `load_state_dict(assign=True)`, gets the gradient of its own rank.
+So each rank trains another model, and the loss falls all the same.
 
 Idea. Keep which children and which names of parameters each module has, and which objects have
 hooks. Compare before each training forward. Only where something differs are all parameters looked

@@ -133,7 +133,7 @@ class Reducer:
         return True
 
     @torch._disable_dynamo
-    def finish(self, *, was_interrupted: bool = False) -> None:
+    def finish(self) -> None:
         """Return when every `.grad` is the mean over the group; without news send nothing.
 
         Raises:
@@ -144,7 +144,7 @@ class Reducer:
                 "finish_gradient_synchronization was called inside no_sync, where nothing is sent; "
                 "call it after the last micro-batch, whose forward and backward are outside"
             )
-        if self.is_in_backward or was_interrupted:
+        if self.is_in_backward:
             self.abandon()
             raise RuntimeError(
                 f"rank {comm.rank(self.group)}: the backward before this call was interrupted by "
@@ -162,6 +162,12 @@ class Reducer:
                     self.parameters[index].grad = self.staged[index]
         finally:
             self._rearm()
+
+    def drop(self) -> None:
+        """End an interrupted round of which no more is sent."""
+        for handle in self._handles:  # into memory that the next round uses again
+            handle.wait()
+        self._rearm()
 
     def abandon(self) -> None:
         """End an interrupted round: complete all collectives, drop this rank's gradients."""

@@ -97,7 +97,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._ownership.deal(self.param_groups)
             own = [self._ownership.own_part(group) for group in self.param_groups]
             self._local = optimizer_cls(own, **kwargs)
-            self._local_step = _step_inside(type(self).step, self._local)
             self.defaults, self.state = self._local.defaults, self._local.state
             self._take_options()
             return _described(self.param_groups)
@@ -141,7 +140,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         self._hand_in_options()
         arguments = () if closure is None else (partial(self._evaluated, closure),)
-        loss = self._local_step(*arguments, **kwargs)
+        loss = _step_inside(type(self).step, self._local)(*arguments, **kwargs)
         self._take_options()
         self._ownership.exchange()
         return loss

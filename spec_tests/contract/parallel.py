@@ -69,10 +69,10 @@ def ddp(module: nn.Module, *, process_group: ProcessGroup | None = None) -> nn.M
         compile-wrapper: `torch.compile` of the wrapper changes no value.
         larger-tensor: A parameter may be a part of a larger tensor, with gaps between its rows.
         dropped-models: Memory does not grow with models that are dropped.
-        added-later: A parameter that is added or replaced after wrapping gets the mean gradient.
+        added-later: A trained parameter that is added or replaced later gets the mean gradient.
 
     May be refused:
-        added-later: A parameter that is added or replaced later, by the next training forward.
+        added-later: A trained parameter that comes later, by the next forward with gradients.
         unused-everywhere: A parameter that no rank uses, no later than in the next forward.
         unused-somewhere: A parameter that some ranks do not use.
         used-early: A parameter that is used only before the last micro-batch of a step.

@@ -82,7 +82,7 @@ def fully_shard(
         lists: A list of modules is one unit.
         slices: A slice of a sharded container is an object of the container's own class.
         async-unshard: `unshard(async_op=True).wait()` unshards; an earlier `reshard` drops it.
-        setters: The setters act as those of PyTorch's `FSDPModule`.
+        setters: A setter that is taken acts as that of PyTorch's `FSDPModule`.
         unequal-ranks: Where ranks differ in modules or policy, all ranks raise.
         unequal-replicas: Where ranks of a mesh of two dims differ, even in one row, all raise.
         earlier-hooks: Forward hooks and pre-hooks from before sharding see full weights.
@@ -103,10 +103,10 @@ def fully_shard(
         recomputed-unit: With activation checkpointing a unit is reduced and freed as without it.
         compile: `torch.compile` of a unit changes no value, before and after it is sharded.
         compile-model: `torch.compile` of the sharded model changes no value.
-        added-later: A parameter that is added or replaced after sharding gets the mean gradient.
+        added-later: A trained parameter that is added or replaced later gets the mean gradient.
 
     May be refused:
-        added-later: A parameter that is added or replaced later, by the next training forward.
+        added-later: A trained parameter that comes later, by the next forward with gradients.
         two-dims: A mesh of two dims.
         hints: A prefetch hint.
         mixed-dtypes: Parameters of unequal dtypes.
@@ -209,10 +209,10 @@ def fsdp(module: nn.Module, *, compute_dtype: torch.dtype | None = None) -> nn.M
         tables: With `compute_dtype` an Embedding is gathered in it and its rows come in it.
         subclasses: Subclasses of Linear and Embedding are sharded.
         thawed-rest: A parameter of no Linear or Embedding may be thawed later.
-        added-later: A parameter that is added or replaced after wrapping gets the mean gradient.
+        added-later: A trained parameter that is added or replaced later gets the mean gradient.
 
     May be refused:
-        added-later: A parameter that is added or replaced later, by the next training forward.
+        added-later: A trained parameter that comes later, by the next forward with gradients.
         any-rows: A weight whose number of rows is no multiple of the number of ranks.
         tied: A weight that layers share.
         reused: A layer that is called twice.

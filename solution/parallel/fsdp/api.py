@@ -42,6 +42,7 @@ from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem  #
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from solution import comm
 from solution.parallel.agreement import on_all_ranks
 from solution.parallel.fsdp import options
 from solution.parallel.fsdp.module import FSDPModule
@@ -97,7 +98,8 @@ def fully_shard(
     Raises:
         ValueError: a container without a forward, a module that is sharded already, a parameter
             that cannot be cut or is tied to another unit, or ranks that disagree on the module: on
-            all ranks, also if only one is wrong. A bad mesh, or one without this rank: there alone.
+            all ranks, also if only one is wrong. A bad mesh, or a mesh without this rank: on this
+            rank alone.
         NotImplementedError: parameters that are not contiguous, or DTensors, or an option that is
             not offered.
     """
@@ -247,13 +249,19 @@ class FullySharded(nn.Module):
         """Wait for the means of replicated gradients; those of shards are in place already.
 
         Raises:
-            RuntimeError: as in `ddp`. Gradients of shards are dropped as well.
+            RuntimeError: inside `no_sync`, or after an interrupted backward, whose gradients are
+                dropped. Nothing is sent then, so peers whose backward went on wait for this rank.
         """
-        was_interrupted = self.module._fsdp_schedule.was_interrupted
-        if was_interrupted:
+        if self.module._fsdp_schedule.was_interrupted or self._reducer.is_in_backward:
             self.module.reset_iter_state()
+            self._reducer.drop()
             self.zero_grad()
-        self._reducer.finish(was_interrupted=was_interrupted)
+            raise RuntimeError(
+                f"rank {comm.rank(None)}: the backward before this call was interrupted by an "
+                "exception, and its gradients are dropped; run the step again if that was so on "
+                "all ranks, else end them, for the others wait for what this one did not send"
+            )
+        self._reducer.finish()
 
 
 def fsdp(module: nn.Module, *, compute_dtype: torch.dtype | None = None) -> FullySharded:
