@@ -62,7 +62,7 @@ def page(data: Mapping[str, Any]) -> str:
         data=data,
         command=shlex.join(data["command"]),
         styles=unindented("house.css"),
-        kind=("good" if data["steps"] else "warn", "bad", "warn")[data["status"]],
+        kind=("good" if data["steps"] and data["is_compared"] else "warn", "bad", "warn")[data["status"]],
         causes=sorted(data["causes"], key=lambda cause: cause["strength"] != "MUST"),
         timeline=_timeline(data) if data["timeline"] else None,
     )
