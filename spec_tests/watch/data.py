@@ -70,10 +70,10 @@ def _compare_with_the_same(step: Step, ranks: tuple[int, int], is_whole: bool) -
         return True if mine == theirs and not is_off else None
     if is_off:
         return False
-    # Losses of other targets may be equal before the first step, where the last layer is zeros,
-    # or after rounding to 16 bits.
+    # Losses of other targets may be equal too: before the first step, if the last layer is zeros,
+    # and where they are rounded to 16 bits.
     is_exact = step.number > 1 and one is not None and one == other
-    return True if is_exact and math.frexp(one)[0] * 2**_HALF % 1 else None
+    return True if is_exact and math.frexp(one)[0] * 2**_HALF % 1 > 0 else None
 
 
 @step_norm("watch.batches.not-repeated", source=_SAMPLER)
