@@ -62,10 +62,10 @@ class Agent:
         self._steps = self._ranks_seen = 0  # of runs that have ended
         self._went_on = 0  # findings that the command has gone on after
         self._script = ""
-        self._is_announced = False
+        self._is_announced = self._is_compared = False
 
     def run_command(self, command: Sequence[str]) -> int:
-        """Start the command, serve its ranks until it has ended; returns its exit status."""
+        """Start the command, serve its ranks until it has ended; returns its own status."""
         many = any("nnodes" in each and not each.endswith("=1") for each in command)
         with socket.create_server(("" if many else "127.0.0.1", 0)) as server:
             server.setblocking(False)
@@ -83,9 +83,15 @@ class Agent:
                 for each in list(self._peers):
                     self._close(each)
                 self._selector.close()
-            status = int(child.wait())
-            # Ranks that were ended after --steps may have failed those that never step.
-            return 0 if any(rank.is_done for rank in self.run.ranks.values()) else status
+            return int(child.wait())
+
+    def exit_status(self, own: int) -> int:
+        """Return the exit status of a command that ended with `own`, if nothing is found.
+
+        If --steps ended some of the ranks alone, that may have made the others fail: it is 0.
+        """
+        done = [rank.is_done for rank in self.run.ranks.values()]
+        return 0 if any(done) and not all(done) else own if own >= 0 else 128 - own
 
     def start(self, command: Sequence[str], environment: dict[str, str]) -> Any:
         """Start the command; returns what can be polled, waited for and stopped."""
@@ -195,6 +201,7 @@ class Agent:
     def _judge(self, step: Step) -> list[Finding]:
         """Return what the checks find in a step; one that breaks is a note, not the end."""
         found: list[Finding] = []
+        self._is_compared = True
         if len(self.run.records) < compare.KEPT:
             self.run.records.append(compare.record(step))
         for id in sorted(STEP_CHECKS, key=ORDER.index):  # causes before effects
@@ -290,14 +297,21 @@ class Agent:
     def verdict(self, own: int) -> Verdict:
         """Return what was found, when the command has ended with status `own`."""
         run = self.run
-        if own == 0:  # started again by torchrun, or killed to show that a run can be resumed
+        is_cut = any(rank.is_done for rank in run.ranks.values())
+        if not own or is_cut:  # started again by torchrun, or killed to show that it can be resumed
             earlier = [f for f in self.findings[: self._went_on] if f.norm == "watch.run.ends"]
-            self._doubt(earlier, "the command went on and ended with 0")
+            how = "--steps ended its ranks" if own else "ended with 0"
+            self._doubt(earlier, f"the command went on and {how}")
         if not self._was_stopped:
             self._report_end(run)
         if run.mixed:
             words = "right if ranks are meant to exchange weights in place of gradients, as they "
             words += f"did before {run.mixed}"
+            self._doubt([f for f in self.findings if f.norm in APART], words)
+        silent = [f for f in self.findings if f.likely.endswith(reduction.LATER)]
+        taken = min(run.steps_taken().values(), default=0)
+        if is_cut and len(silent) >= min(taken, _KEPT) > 0:  # before a first average, perhaps
+            words = f"{silent[0].likely}: run it for more --steps, or without the option"
             self._doubt([f for f in self.findings if f.norm in APART], words)
         if run.doubt and not run.groups:  # a message that came after the first findings
             early = [f for f in self.findings if f.needs_replicas and not f.is_advice]
@@ -313,7 +327,8 @@ class Agent:
         if self._options.compare is not None and steps:
             parts, compared = compare.compare(run.records, self._options.compare)
         found = causes_of(self.findings)
-        return Verdict(status or int(parts), found, steps, ranks, unseen, run.replayed, compared)
+        said = (run.replayed, compared, self._is_compared)
+        return Verdict(status or int(parts), found, steps, ranks, unseen, *said)
 
     def _doubt(self, found: Sequence[Finding], likely: str) -> None:
         """Turn some of the findings into advice."""

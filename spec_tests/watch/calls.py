@@ -46,6 +46,7 @@ def start() -> None:
     observe("unscale_", scaler, before=_unscaled)
     observe("backward", torch.autograd, before=_begun)
     observe("cross_entropy", nn.functional, after=_weighed)
+    observe("nll_loss", nn.functional, after=_aimed)
     observe("dropout", nn.functional, before=_dropped)
     observe("checkpoint", torch.utils.checkpoint, around=checkpoint, is_watched=watching)
     if dist.is_available():
@@ -218,19 +219,26 @@ def _weighed(
     **keywords: Any,
 ) -> None:
     """Keep over how many tokens a cross entropy is a mean, and the gradient that it is given."""
+    _aimed(probe, result, input, target)
     is_loss = result.requires_grad and not result.dim() and reduction in ("mean", "sum")
     if not is_loss or target.is_floating_point():
         return
     loss = _keep(probe, (target != ignore_index).sum(), reduction, result)
-    loss["target"] = fingerprint(target, is_mixed=True)
     node: Any = result.grad_fn
     node.metadata[_LOSS] = loss
     result.register_hook(functools.partial(_weigh, loss))
 
 
+def _aimed(probe: Any, result: Tensor, input: Tensor, target: Tensor, *_: Any, **__: Any) -> None:
+    """Keep a hash of the targets of a loss; of losses by element, the script may leave some out."""
+    if result.requires_grad and not result.dim():
+        del probe.window.targets[:-KEPT]
+        probe.window.targets.append(fingerprint(target, is_mixed=True))
+
+
 def _keep(probe: Any, tokens: Tensor | None, of: str, value: Tensor) -> dict[str, Any]:
     """Keep a loss; what it weighs is known when its gradient arrives."""
-    loss = {"tokens": tokens, "weight": None, "of": of, "task": 0, "target": None}
+    loss = {"tokens": tokens, "weight": None, "of": of, "task": 0}
     # A mean by hand may be one of several losses; tokens are of one, on whatever line it is called.
     place = script_line()
     loss |= {"place": place, "path": place if tokens is not None else script_path()}

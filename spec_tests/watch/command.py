@@ -3,8 +3,9 @@
     python -m spec_tests watch -- torchrun --standalone --nproc-per-node=2 train.py --steps 100
     python -m spec_tests watch --steps 5 --replay 3 --report outputs/watch -- torchrun ... train.py
 
-Exit status: 1 a MUST does not hold; 2 nothing could be judged; else the command's own. On several
-nodes, start each node's torchrun under a `watch` of its own: the one with rank 0 judges.
+Exit status: 1 a MUST does not hold; 2 nothing could be judged; else the command's own, but 0
+if --steps ended some ranks and others failed without them. On several nodes, start each node's
+torchrun under its own `watch`: the one with rank 0 judges.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def main(arguments: Sequence[str]) -> int:
     if options.report:
         write(verdict, agent.run, command, Path(options.report))
         print(f"report: {Path(options.report) / 'index.html'}")
-    return verdict.status or (own if own >= 0 else 128 - own)
+    return verdict.status or agent.exit_status(own)
 
 
 def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:

@@ -16,6 +16,7 @@ _SAMPLER = f"{_DOCS}.distributed.DistributedSampler"
 _RANDOMNESS = "docs.pytorch.org/docs/stable/notes/randomness.html"
 _LEAST = 16  # elements of an input: two smaller ones may be equal by chance
 _ENOUGH = 12  # samples of two ranks that are equal; none within a rank, so that it is no chance
+_HALF = 11  # bits of the mantissa of a 16-bit number, at most
 _FEW = 3  # steps that show how many forwards a step has
 _KEPT = 200_000  # batches: a run that has more is not looked at further
 _PASSES = 4  # that a rank may be in by turns, each over a loader of its own
@@ -51,20 +52,28 @@ def batches_distinct(step: Step) -> Iterator[Finding]:
 def _compare_with_the_same(step: Step, ranks: tuple[int, int], is_whole: bool) -> bool | None:
     """Return whether two ranks compare outputs with the same targets; None where that is unknown.
 
-    They have others for their own nodes of one graph, their own views of one scene.
+    Targets differ where each rank trains on its own nodes of one graph or its own views of a scene.
 
     Args:
         is_whole: all micro-batches of the step have the same inputs.
     """
-    mine, theirs = ({x["target"] for x in step.events[r]["losses"]} - {None} for r in ranks)
-    if mine and theirs:
-        return not mine.isdisjoint(theirs)
+    mine, theirs = (step.events[rank]["targets"] for rank in ranks)
+    are_seen = bool(mine and theirs)
+    if not is_whole or (are_seen and {*mine}.isdisjoint(theirs)):
+        return not are_seen or not {*mine}.isdisjoint(theirs)
     one, other = (step.events[rank]["loss"] for rank in ranks)
-    if not is_whole or None in (one, other) or math.isclose(one, other, rel_tol=1e-3):
-        return True
-    # What differs comes from targets, unless it is drawn, or of other weights.
-    is_drawn = any(f["drops"] for rank in ranks for f in step.events[rank]["forwards"])
-    return None if is_drawn or any(unequal(step, "before", every=True)) else False
+    # Losses that differ have other targets, unless the forward is random or the weights differ.
+    is_off = None not in (one, other) and not math.isclose(one, other, rel_tol=1e-3)
+    is_off = is_off and not any(f["drops"] for r in ranks for f in step.events[r]["forwards"])
+    is_off = is_off and not any(unequal(step, "before", every=True))
+    if are_seen:
+        return True if mine == theirs and not is_off else None
+    if is_off:
+        return False
+    # Losses of other targets may be equal too: before the first step, if the last layer is zeros,
+    # and where they are rounded to 16 bits.
+    is_exact = step.number > 1 and one is not None and one == other
+    return True if is_exact and math.frexp(one)[0] * 2**_HALF % 1 > 0 else None
 
 
 @step_norm("watch.batches.not-repeated", source=_SAMPLER)

@@ -57,12 +57,13 @@ def page(data: Mapping[str, Any]) -> str:
     Args:
         data: what `as_data` returns.
     """
+    good = "good" if data["steps"] and data["is_compared"] else "warn"
     template = of_pages(Path(__file__).parent).get_template("page.html.jinja")
     return template.render(
         data=data,
         command=shlex.join(data["command"]),
         styles=unindented("house.css"),
-        kind=("good" if data["steps"] else "warn", "bad", "warn")[data["status"]],
+        kind=(good, "bad", "warn")[data["status"]],
         causes=sorted(data["causes"], key=lambda cause: cause["strength"] != "MUST"),
         timeline=_timeline(data) if data["timeline"] else None,
     )

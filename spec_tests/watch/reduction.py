@@ -9,6 +9,8 @@ from typing import Any
 from spec_tests.watch.norm import Finding, rank_norm, step_norm
 from spec_tests.watch.run import Event, Step, unequal
 
+LATER = "; right if ranks average their weights later"
+"""What is said of a step in which nothing is reduced: a longer run would show it."""
 _ALONE = "nothing reduces their gradients, so that the ranks train alone: wrap the model in DDP"
 _QUIET_STEPS, _FEW = 3, 64  # elements that collectives may carry, such as a loss that is shown
 _DDP = "docs.pytorch.org/docs/stable/notes/ddp.html"
@@ -178,7 +180,7 @@ def gradients_equal(step: Step) -> Iterator[Finding]:
     micro_batches, likely = _reduced_ones(step, rank)
     if all(e["reduced"] == 0 and e["is_complete"] for e in step.events.values()):
         likely = "nothing was reduced in this step"
-        likely += "; right if ranks average their weights later" * (found[0][0] not in ddp)
+        likely += LATER * (found[0][0] not in ddp)
     if lacks and not likely:
         likely = f"rank {lacks[0]} did not use the parameter"
     gone = [r for r in values if step.events[r]["joined"]]
@@ -319,19 +321,20 @@ def _are_mixed(step: Step, last: Step) -> bool:
     """Return whether ranks sent each other the weights that a step left apart, and changed them.
 
     All ranks change theirs, to those of no rank; or all have those of the one that had the sum of
-    the gradients (`dist.reduce`) alone.
+    the gradients (`dist.reduce`) alone. If only a part is exchanged, it is equal on all ranks then.
     """
     apart = {name: [*values.values()] for name, _, values in unequal(last, "after")}
     sizes = {entry["name"]: math.prod(entry["shape"]) for entry in step.layout(min(step.events))}
-    whole = sum(sizes[name] for name in apart)
     since = {rank: event["t"] for rank, event in last.events.items()}
     sent = (step.run.ranks[r].carried(since[r], e["begun"]) for r, e in step.events.items())
-    if min(sent) < max(whole, 1):
-        return False
+    off = {name for name, _, _ in unequal(step, "before")}
     if all(event["rooted"] for event in last.events.values()):
-        return not any(unequal(step, "before"))
-    now = [(name, value) for name, _, of in step.replicas("before") for value in of.values()]
-    return not any(value in apart.get(name, ()) for name, value in now)
+        new = set() if off else {*apart}
+    else:
+        now = {name: of.values() for name, _, of in step.replicas("before") if name in apart}
+        new = {name for name in now if not any(value in apart[name] for value in now[name])}
+        new = new if new == apart.keys() else new - off
+    return bool(new) and min(sent) >= sum(sizes[name] for name in new)
 
 
 @step_norm("watch.replicas.unheld", source="Tarvainen and Valpola 2017, section 2")

@@ -122,7 +122,7 @@ class Rank:
         return sum(each.numel for each in found)
 
     def reductions(self, since: int, until: int) -> list[Collective]:
-        """Return those of a span of time."""
+        """Return the collectives of a span of time that reduce floating-point numbers."""
         return [c for c in self.window if c.is_reduction and since <= c.time < until]
 
 

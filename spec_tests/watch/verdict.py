@@ -91,6 +91,7 @@ class Verdict:
         unseen: what could not be checked, in words.
         replayed: which step was computed again, in words.
         compared: how the run differs from another one, in words.
+        is_compared: whether all ranks took a step, so that these could be compared.
     """
 
     status: int
@@ -100,6 +101,7 @@ class Verdict:
     unseen: list[str]
     replayed: str = ""
     compared: str = ""
+    is_compared: bool = True
 
 
 def causes_of(findings: Sequence[Finding]) -> list[Cause]:
@@ -152,6 +154,7 @@ def headline(verdict: Verdict) -> str:
     advice = len(verdict.causes) - musts
     # With status 1 it is advice under --strict, or another run that parts from this one.
     found = ("nothing wrong", "no MUST is broken")[verdict.status]
+    found = found if verdict.is_compared else "no step was compared"
     found = several(musts, "cause") if musts else found
     seen = f"{several(verdict.steps, 'step')} of {several(verdict.ranks, 'rank')}"
     told = f"; {several(advice, 'finding')} {'is' if advice == 1 else 'are'} advice" * bool(advice)

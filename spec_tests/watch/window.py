@@ -49,6 +49,7 @@ class Window:
     def __init__(self) -> None:
         self.forwards: list[dict[str, Any]] = []
         self.losses: list[dict[str, Any]] = []
+        self.targets: list[Tensor] = []  # hashes of those that losses of torch were given
         self.stale: list[tuple[str, str, Tensor]] = []  # name, line, elements that are not current
         self.scheduled: dict[int, list[Any]] = {}  # schedule to its steps, and their line
         self.called: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -132,6 +133,7 @@ class Window:
             "loss": sum(float(root) for root in self.roots) if self.roots else None,
             "is_low": self.is_low,
             "losses": self.losses,
+            "targets": self.targets,
             "dropped": self.has_dropped,
             "cleared": self.is_cleared,
             "stale": self.stale,

@@ -14,9 +14,10 @@ from spec_tests.tests.rig.helpers import ROOT, python
 from spec_tests.tests.rig.watched import SCRIPTS, find
 from spec_tests.tests.rig.watched.trial import Outcome, run
 from spec_tests.watch import numbers, replayed
-from spec_tests.watch.command import norms
+from spec_tests.watch.agent import Agent
+from spec_tests.watch.command import norms, parse
 from spec_tests.watch.norm import Finding
-from spec_tests.watch.run import Event, Run, Step
+from spec_tests.watch.run import Event, Rank, Run, Step
 from spec_tests.watch.verdict import Verdict, causes_of, headline, render
 
 RIGHT = [name for name in SCRIPTS if name != "libraries"]  # needs a library that CI has not
@@ -211,6 +212,24 @@ def test_the_headline_claims_no_more_than_was_seen():
     advice = "in 5 steps of 2 ranks; 1 finding is advice"
     assert told[:2] == [f"1 cause {advice}", f"no MUST is broken {advice}"]
     assert told[2:] == ["nothing wrong in 1 step of 2 ranks", "nothing was judged"]
+
+
+@pytest.mark.parametrize(
+    ("done", "own", "status", "words"),
+    [
+        ((True, True), 3, 3, "--steps ended its ranks"),  # `torchrun ...; exit 3`
+        ((True, False), 3, 0, "--steps ended its ranks"),  # the other one failed without it
+        ((True, True), 0, 0, "ended with 0"),
+        ((False, False), -9, 137, ""),
+    ],
+)
+def test_what_steps_ended_is_not_the_command_s_own_end(done, own, status, words):
+    agent = Agent(parse(["--steps", "2"])[0], "")
+    agent.run.ranks = {rank: Rank(rank, is_done=is_done) for rank, is_done in enumerate(done)}
+    agent.findings, agent._went_on = [finding("watch.run.ends")], 1  # it was started again then
+    (cause,) = agent.verdict(own).causes
+    assert agent.exit_status(own) == status
+    assert cause.finding.likely == ("the command went on and " + words) * bool(words)
 
 
 # ----------------------------------------------------------------------------------- computed again

@@ -58,7 +58,7 @@ def run(
         forks = Forks(command.parse(options)[0], scratch, world, is_watched)
         status = forks.run_command([str(script), *arguments])
         verdict = forks.verdict(status)
-        return Outcome(verdict, status, forks.output(), forks.run.records)
+        return Outcome(verdict, forks.exit_status(status), forks.output(), forks.run.records)
 
 
 class Forks(agent.Agent):
