@@ -40,8 +40,7 @@ class Finding:
         is_advice: reported, and without weight for the exit status.
         is_first: an exception that no other rank caused: what came with it follows from it.
         at: when it was seen, in the agent's seconds.
-        needs_replicas: a fault only if the ranks are replicas; later events may show that they are
-            not.
+        needs_replicas: a fault only if ranks are replicas; a later event may deny it.
     """
 
     norm: str

@@ -10,7 +10,6 @@ from spec_tests.watch.norm import Finding, rank_norm, step_norm
 from spec_tests.watch.run import Event, Step, unequal
 
 LATER = "; right if ranks average their weights later"
-"""What is said of a step in which nothing is reduced: a longer run would show it."""
 _ALONE = "nothing reduces their gradients, so that the ranks train alone: wrap the model in DDP"
 _QUIET_STEPS, _FEW = 3, 64  # elements that collectives may carry, such as a loss that is shown
 _DDP = "docs.pytorch.org/docs/stable/notes/ddp.html"
