@@ -40,6 +40,7 @@ def data(steps: int = 100, ranks: int = 4, **fields: Any) -> dict[str, Any]:
     return {
         "command": ["torchrun", "train.py", "--name", EVIL, "x" * 300],
         "status": 1,
+        "is_compared": True,
         "steps": steps,
         "ranks": ranks,
         "timeline": timeline,
