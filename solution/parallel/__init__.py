@@ -24,4 +24,6 @@ def finish_gradient_synchronization(wrapped: nn.Module) -> None:
 
     A second call changes nothing. For a module that has nothing to finish it does nothing.
     """
-    getattr(wrapped, "finish_gradient_synchronization", bool)()
+    finish = getattr(wrapped, "finish_gradient_synchronization", None)
+    if finish is not None:
+        finish()

@@ -170,6 +170,9 @@ class DDPBucketed(Replica):
     """A replica whose gradients live in buckets and are sent a bucket at a time.
 
     A bucket is closed once it holds `bucket_size_mb` MiB; 0 means a bucket per parameter.
+
+    Raises:
+        ValueError: a negative bucket size, or a group that this rank does not belong to.
     """
 
     def __init__(
