@@ -149,13 +149,6 @@ class BucketedDDP(OverlappedDDP):
         self.finish()
         self.has_begun = False
 
-
-def get_flashattention_autograd_function_pytorch():
-    raise NotImplementedError
-
-def get_flashattention_autograd_function_triton():
-    raise NotImplementedError
-
 def get_ddp_individual_parameters(module):
     return OverlappedDDP(module)
 
@@ -170,9 +163,6 @@ def ddp_bucketed_on_after_backward(ddp_model, optimizer):
 
 def ddp_bucketed_on_train_batch_start(ddp_model, optimizer):
     ddp_model.start()
-
-def get_sharded_optimizer(params, optimizer_cls, **kwargs):
-    raise NotImplementedError
 """
 """The adapters of 2025, as far as a student has come; `start` must come before each batch."""
 
@@ -181,6 +171,21 @@ def checkout_of_2025(folder: Path) -> str:
     """Write a checkout with the adapters of 2025 and return how `--impl` names it."""
     shutil.copytree(CHECKOUTS / "cs336_2026", folder)
     (folder / "tests" / "adapters.py").write_text(ADAPTERS_2025)
+    return f"cs336:{folder}"
+
+
+def faulty_checkout(folder: Path) -> str:
+    """Write a checkout with faults that the course's own tests let pass; return its `--impl`.
+
+    DDP averages the weights, and gradients stay local. FSDP and the optimizer divide nothing.
+    """
+    shutil.copytree(CHECKOUTS / "cs336_2026", folder)
+    reduced = "parameter.grad, async_op=True", "parameter.data, async_op=True"
+    divided = "parameter.grad /= dist", "parameter.data /= dist"
+    replaced(folder / "cs336_systems" / "ddp.py", reduced, divided)
+    replaced(folder / "cs336_systems" / "fsdp.py", ("Linear | Embedding", "()"))
+    plain = "ShardedOptimizer(params, optimizer_cls, **kwargs)", "optimizer_cls(params, **kwargs)"
+    replaced(folder / "tests" / "adapters.py", plain)
     return f"cs336:{folder}"
 
 

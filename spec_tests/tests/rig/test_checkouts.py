@@ -1,7 +1,7 @@
 """Solutions in the layouts of three courses, judged as their authors would: a command for each.
 
-Those in `checkouts/` were written for these tests, one right and one faulty in each layout; what is
-faulty passes the course's own tests.
+Those in `checkouts/` were written for these tests, a right one in each layout. The faulty ones are
+made of these, and pass the course's own tests.
 """
 
 from __future__ import annotations
@@ -15,11 +15,17 @@ from spec_tests import impls
 from spec_tests.rig.outcomes import cells, judge_run
 from spec_tests.rig.report import points
 from spec_tests.rig.report.eventlog import read_log
-from spec_tests.tests.rig.helpers import CHECKOUTS, checkout_of_2025, python, replaced
+from spec_tests.tests.rig.helpers import (
+    CHECKOUTS,
+    checkout_of_2025,
+    faulty_checkout,
+    python,
+    replaced,
+)
 
 PLACE = "spec_tests/tests/rig/checkouts"  # from the repository's root
-CS336, FAULTY = (f"cs336:{PLACE}/cs336_{name}" for name in ("2026", "faulty"))
-EFFDL, COURSE = f"effdl:{PLACE}/effdl/fsdp.py", f"course:{PLACE}/course"
+CS336, EFFDL = f"cs336:{PLACE}/cs336_2026", f"effdl:{PLACE}/effdl/fsdp.py"
+COURSE = f"course:{PLACE}/course"
 
 FSDP = (
     "fsdp.backward.mean-gradient",
@@ -71,7 +77,8 @@ def judged(tmp_path_factory: pytest.TempPathFactory):
     """A command for each course: all events, who is of 2025, and who the faulty ones are."""
     folder = tmp_path_factory.mktemp("checkouts")
     of_2025 = checkout_of_2025(folder / "cs336_2025")
-    faulty = FAULTY, faulty_effdl(folder / "effdl"), faulty_course(folder / "course")
+    makers = {"cs336": faulty_checkout, "effdl": faulty_effdl, "course": faulty_course}
+    faulty = [makers[course](folder / course) for course in CLAUSES]
     right = (CS336, of_2025), (EFFDL,), (COURSE,)
     events = []
     for course, own, wrong in zip(CLAUSES, right, faulty, strict=True):

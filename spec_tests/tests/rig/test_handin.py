@@ -15,7 +15,7 @@ from xml.etree import ElementTree
 import pytest
 
 from spec_tests.rig import autograder, submit
-from spec_tests.tests.rig.helpers import CHECKOUTS, ROOT, python
+from spec_tests.tests.rig.helpers import CHECKOUTS, ROOT, faulty_checkout, python
 
 ITEM = "FlashAttention-2, backward"  # with the fewest clauses
 LEVEL = ("--level", "course")
@@ -27,14 +27,12 @@ def test_of_the_course():
 """
 
 
-def checkout(folder: Path, name: str) -> Path:
-    """A hand-in with a test of its own, and with what nobody hands in."""
-    shutil.copytree(CHECKOUTS / name, folder)
+def add_rest(folder: Path) -> None:
+    """Add a test of its own to a hand-in, and what nobody hands in."""
     (folder / "tests" / "test_all.py").write_text(OWN_TEST)
     for junk in ("weights.pt", ".venv/bin/python", "cs336_systems/__pycache__/a.pyc", ".env"):
         (folder / junk).parent.mkdir(parents=True, exist_ok=True)
         (folder / junk).write_text("not to be handed in")
-    return folder
 
 
 def forked(command: list[str], *, cwd: Path = ROOT, **_: object) -> Any:
@@ -44,9 +42,10 @@ def forked(command: list[str], *, cwd: Path = ROOT, **_: object) -> Any:
 
 def test_a_checkout_is_judged_and_packed_though_a_clause_fails(tmp_path: Path, monkeypatch):
     monkeypatch.setattr(subprocess, "run", forked)
-    mine, out = checkout(tmp_path / "my work", "cs336_faulty"), tmp_path / "hand-in.zip"
+    mine, out = faulty_checkout(folder := tmp_path / "my work"), tmp_path / "hand-in.zip"
+    add_rest(folder)
     clause = ("--clause", "ddp.gradients.frozen-stay-none", "--transport", "sim", *LEVEL)
-    assert submit.main([f"cs336:{mine}", str(out), *clause]) == 1
+    assert submit.main([mine, str(out), *clause]) == 1
     with zipfile.ZipFile(out) as archive:
         names = set(archive.namelist())
         own, ours = (
@@ -55,12 +54,12 @@ def test_a_checkout_is_judged_and_packed_though_a_clause_fails(tmp_path: Path, m
         )
         results = json.loads(archive.read("trainspec/results.json"))
         assert "failed" in archive.read("trainspec/summary.md").decode()
-    assert {"tests/adapters.py", "cs336_systems/parallel.py", "trainspec/index.html"} <= names
+    assert {"tests/adapters.py", "cs336_systems/ddp.py", "trainspec/index.html"} <= names
     assert not {name for name in names if "not to be" in name or name.endswith((".pt", ".pyc"))}
     assert not {name for name in names if name.startswith(".") or "/." in name}
     assert [case.get("name") for case in own.iter("testcase")] == ["test_of_the_course"]
     assert len([*ours.iter("testcase")]) >= 2
-    assert results["extra_data"]["implementation"] == f"cs336:{mine}"
+    assert results["extra_data"]["implementation"] == mine
 
 
 @pytest.mark.parametrize("status", [0, 2])
@@ -70,7 +69,7 @@ def test_what_was_judged_is_packed_and_the_status_is_passed_on(
     ended = subprocess.CompletedProcess[str]([], status)
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: ended)
     out = tmp_path / "hand-in.zip"
-    assert submit.main([f"cs336:{CHECKOUTS / 'cs336_faulty'}", str(out)]) == status
+    assert submit.main([f"cs336:{CHECKOUTS / 'cs336_2026'}", str(out)]) == status
     assert out.exists() == (status == 0)
     assert "tests of the course: none" in capsys.readouterr().out
 
@@ -99,7 +98,8 @@ def graded(grader: Path, root: Path) -> dict:
 
 def test_gradescope_gets_the_points_of_a_hand_in_that_lies_in_a_folder(tmp_path):
     grader = written(tmp_path / "grader", "--cpus", "1", *CLAUSES, "-n", "0", "--transport", "sim")
-    checkout(tmp_path / "submission" / "my work", "cs336_2026")
+    hand_in = tmp_path / "submission" / "my work"
+    add_rest(shutil.copytree(CHECKOUTS / "cs336_2026", hand_in))
     found = graded(grader, tmp_path)
     assert "INCOMPLETE" not in found["output"]
     (item,) = (test for test in found["tests"] if test["name"] == ITEM)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import builtins
 import dataclasses
+import unittest
 from importlib.util import find_spec
 from types import SimpleNamespace
 
@@ -21,6 +22,7 @@ from spec_tests.rig.judge import runner
 from spec_tests.rig.outcomes import Outcome
 from spec_tests.rig.ranks import world
 from spec_tests.rig.ranks.cuda_runtime import PRETENDED_CUDA
+from spec_tests.rig.ranks.errors import RankRaised
 from spec_tests.rig.ranks.rank import Context
 from spec_tests.rig.ranks.wire import Frame, RemoteError
 from spec_tests.rig.ranks.world import Worlds
@@ -29,62 +31,13 @@ from spec_tests.rig.report.ending import render_ending
 from spec_tests.rig.report.page import render_page
 from spec_tests.rig.report.text import render_summary
 from spec_tests.rig.sim import hooks
+from spec_tests.tests.rig import bodies
 from spec_tests.tests.rig.helpers import CHECKOUTS, MEAN, MEAN_CASE, judged
 from spec_tests.tests.rig.logs import log
 
-CHECKOUT = CHECKOUTS / "cs336_gpu"
-GPU = impls.parse(f"cs336:{CHECKOUT}")
+GPU = impls.parse(f"cs336:{CHECKOUTS / 'cs336_2026'}")
 ON_CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
-
-
-# ------------------------------------------------------------------------------ a whole checkout
-
-
-@pytest.mark.parametrize("transport", ["gloo", "sim"])
-def test_a_wrapper_written_for_gpus_is_judged(module_worlds: Worlds, transport: str):
-    """NVTX, events, streams, cuda:N, a group of NCCL, all-reduces of AVG: see the file."""
-    if transport == "sim" and hooks.needs():
-        pytest.skip("this torch cannot be simulated")
-    found = judged(GPU, module_worlds, transport=transport)
-    assert found.outcome is Outcome.PASSED, found.message
-    others = [leak for leak in module_worlds.leaks if "process groups" not in leak]
-    assert others == [], "what the stand-in replaces is not the implementation's doing"
-
-
-_HEAD = """
-import io, threading
-import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.nn.parallel import DistributedDataParallel
-
-"""
-_BEGIN = """
-def {}(module):
-    weight = next(module.parameters()).detach()
-    rank, world = dist.get_rank(), dist.get_world_size()
-    own = 1.0 + rank + torch.arange(6.0)
-    both = torch.stack([1.0 + torch.arange(6.0), 2.0 + torch.arange(6.0)])
-    total = both.sum(0)
-"""
-
-
-@pytest.fixture
-def named(mine):
-    """Writes an implementation whose ddp does one thing after the other, and names it."""
-
-    def write(*statements: str, pretends_cuda: bool = True) -> target.Target:
-        names = [f"thing_{number}" for number in range(len(statements))]
-        does = [
-            f"{_BEGIN.format(name)}    {statement}\n"
-            for name, statement in zip(names, statements, strict=True)
-        ]
-        calls = "".join(f"    {name}(module)\n" for name in names)
-        end = f"\ndef ddp(module):\n{calls}    return DistributedDataParallel(module)\n"
-        return dataclasses.replace(mine("".join([_HEAD, *does, end])), pretends_cuda=pretends_cuda)
-
-    return write
-
+TRANSPORTS = pytest.mark.parametrize("transport", ["gloo"] if hooks.needs() else ["gloo", "sim"])
 
 # ----------------------------------------------------------------------------- one habit at a time
 
@@ -101,6 +54,9 @@ HABITS = {
     "a stream": "torch.cuda.current_stream().wait_stream(torch.cuda.Stream())",
     "an event": "torch.cuda.Event(enable_timing=True).record()",
     "nvtx": "torch.cuda.nvtx.range_push('x'); torch.cuda.nvtx.range_pop()",
+    "a block on a stream": "with torch.cuda.nvtx.range('x'), torch.cuda.stream(None):\n"
+    "        weight.detach().record_stream(torch.cuda.current_stream())",
+    "a clock": "torch.cuda.Event().elapsed_time(torch.cuda.Event())",
     "waits": "torch.cuda.synchronize()",
     "memory": "torch.cuda.reset_peak_memory_stats(); torch.cuda.mem_get_info()",
     "chooses its device": "torch.cuda.set_device(dist.get_rank())",
@@ -184,6 +140,8 @@ REFUSED = {
     "    assert own.equal(total)",
 }
 TAKEN = {
+    "an average": "dist.all_reduce(own, dist.ReduceOp.AVG, dist.new_group(backend='nccl'))\n"
+    "    assert own.equal(total / 2)",
     "gathers in one message": "rows = [torch.empty(2, 6), torch.empty(2, 6)]\n"
     "    with dist._coalescing_manager(async_ops=True) as works:\n"
     "        for each in rows: dist.all_gather_into_tensor(each, own)\n"
@@ -230,35 +188,70 @@ ROWS: dict[str, Row] = {
     **rows(uncompiled(*OPEN), True, Outcome.NOT_HERE, NOT_COMPILED),
     **rows(uncompiled(*MISTAKEN), True, Outcome.FAILED),
 }
+DONE = [*(HABITS | OTHERS | REFUSED | TAKEN | uncompiled("t + t")).values()]
+STATEMENTS = [*DONE, *{statement for statement, *_ in ROWS.values()} - {*DONE}]
+THING = """
+def thing_{}(module):
+    weight = next(module.parameters()).detach()
+    rank, world = dist.get_rank(), dist.get_world_size()
+    own = 1.0 + rank + torch.arange(6.0)
+    both = torch.stack([1.0 + torch.arange(6.0), 2.0 + torch.arange(6.0)])
+    total = both.sum(0)
+    {}
+"""
+WRAPPER = """
+import io, threading
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+{things}
+def ddp(given):
+    if isinstance(given, int):
+        globals()[f"thing_{{given}}"](torch.nn.Linear(6, 5))
+        return None
+    for number in range({done}):
+        globals()[f"thing_{{number}}"](given)
+    return DistributedDataParallel(given)
+"""
+
+
+@pytest.fixture(scope="module")
+def habits(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, target.Target]:
+    """An implementation, with CUDA stood in for or without.
+
+    Its ddp does the statement of a number, or to a module all that is to be done.
+    """
+    file = tmp_path_factory.mktemp("habits") / "mine.py"
+    things = "".join(THING.format(*each) for each in enumerate(STATEMENTS))
+    file.write_text(WRAPPER.format(things=things, done=len(DONE)), encoding="utf-8")
+    which = impls.parse(str(file))
+    return {pretends: dataclasses.replace(which, pretends_cuda=pretends) for pretends in (0, 1)}
 
 
 @ON_CPU
 @pytest.mark.parametrize(("statement", "pretends", "outcome", "said"), ROWS.values(), ids=ROWS)
 def test_what_code_for_gpus_does_comes_to(
-    module_worlds: Worlds,
-    named,
-    statement: str,
-    pretends: bool,
-    outcome: Outcome,
-    said: tuple[str, ...],
+    module_worlds: Worlds, habits, statement: str, pretends: bool, outcome: Outcome, said
 ):
-    found = judged(named(statement, pretends_cuda=pretends), module_worlds)
-    assert found.outcome is outcome, found.message
-    assert [words for words in said if words not in found.message] == [], found.message
-    assert not pretends or "stands in for one" not in found.message, "it does already"
+    world = module_worlds.world(2, habits[pretends])
+    with pytest.raises((RankRaised, unittest.SkipTest)) as caught:
+        world.run(bodies.call_ddp, STATEMENTS.index(statement))
+    message = runner.message_of(caught.value)
+    assert runner.outcome_of(caught.value) is outcome, message
+    assert [words for words in said if words not in message] == [], message
+    assert not pretends or "stands in for one" not in message, "it does already"
 
 
-def test_all_of_it_is_done_where_cuda_is_stood_in_for(module_worlds: Worlds, named):
-    every = HABITS | OTHERS | REFUSED | TAKEN | uncompiled("t + t")
-    found = judged(named(*every.values()), module_worlds)
+@TRANSPORTS
+def test_all_of_it_is_done_where_cuda_is_stood_in_for(
+    module_worlds: Worlds, habits, transport: str
+):
+    known = len(module_worlds.leaks)
+    found = judged(habits[True], module_worlds, transport=transport)
     assert found.outcome is Outcome.PASSED, found.message
-
-
-@pytest.mark.skipif(bool(hooks.needs()), reason="this torch cannot be simulated")
-def test_simulated_ranks_do_it_too(module_worlds: Worlds, named):
-    forms = (REFUSED[form] for form in ("a gather into rows", "a gather of unequal sizes"))
-    found = judged(named(*forms), module_worlds, transport="sim")
-    assert found.outcome is Outcome.PASSED, found.message
+    others = [leak for leak in module_worlds.leaks[known:] if "process groups" not in leak]
+    assert others == [], "what the stand-in replaces is not the implementation's doing"
 
 
 @ON_CPU
@@ -297,10 +290,8 @@ def seen_by_the_suite(ctx: Context) -> list[object]:
 
 
 @ON_CPU
-@pytest.mark.parametrize("transport", ["gloo", "sim"])
+@TRANSPORTS
 def test_the_suite_itself_is_told_the_truth(module_worlds: Worlds, transport: str):
-    if transport == "sim" and hooks.needs():
-        pytest.skip("this torch cannot be simulated")
     (seen,) = module_worlds.world(1, GPU, transport=transport).run(seen_by_the_suite)
     assert seen == [False, 0, False, "cpu", True, "cpu"]
 
@@ -353,8 +344,10 @@ def test_the_option_pretends_for_all_and_a_courses_layout_does_anyway(
     assert run.notices == [f"{name}: {PRETENDED_CUDA}" for name in noticed]
 
 
-def test_the_line_to_run_a_clause_again_has_the_option(named):
-    for which, has in ((named(), True), (named(pretends_cuda=False), False), (GPU, False)):
+def test_the_line_to_run_a_clause_again_has_the_option():
+    torchs = impls.parse("torch")
+    pretending = dataclasses.replace(torchs, pretends_cuda=True)
+    for which, has in ((pretending, True), (torchs, False), (GPU, False)):
         rerun = runner.situation(MEAN, which, MEAN_CASE, "").rerun
         assert rerun.endswith("--pretend-cuda") == has
 

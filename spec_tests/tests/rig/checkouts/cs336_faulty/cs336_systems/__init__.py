@@ -1,1 +1,0 @@
-"""A solution of CS336 assignment 2."""

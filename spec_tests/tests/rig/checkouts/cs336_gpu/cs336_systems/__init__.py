@@ -1,1 +1,0 @@
-"""Written for a GPU, and run on nothing else."""
