@@ -6,7 +6,6 @@ import contextlib
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -99,33 +98,21 @@ def clauses(chapter: str, level: str = LEVELS[-1]) -> list[Clause]:
 def python(
     *arguments: str, cwd: Path = ROOT, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run this Python in a folder, the suite within reach, and return how it ended.
+    """Run a module (`-m`) or a program's text (`-c`) in a folder, and return how it ended.
 
-    It gets none of pytest's variables: a run within a worker of xdist would take itself for one.
-    A module, or a program's text of several lines, is forked from a process that has imported
-    torch, and does not see what a test has put in `os.environ`.
+    It is forked from a process that has imported torch, gets none of pytest's variables (a run
+    within a worker of xdist would take itself for one), and does not see what a test has put in
+    `os.environ`.
     """
-    if arguments[0] == "-m" or "\n" in arguments[1]:
-        with tempfile.TemporaryDirectory(prefix="trainspec-") as scratch:
-            _, module, *words = arguments
-            name = f"{scratch}/command"
-            command = launch.start(module, words, folder=cwd, environment=environment, name=name)
-            try:
-                ended = command.wait(500)
-            finally:
-                command.close()
-        return subprocess.CompletedProcess([*arguments], ended.status, ended.out, ended.err)
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    found = [str(ROOT), os.environ.get("PYTHONPATH")]
-    return subprocess.run(
-        [sys.executable, *arguments],
-        cwd=cwd,
-        env={**kept, "PYTHONPATH": os.pathsep.join(filter(None, found)), **environment},
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-    )
+    _, module, *words = arguments
+    with tempfile.TemporaryDirectory(prefix="trainspec-") as scratch:
+        name = f"{scratch}/command"
+        command = launch.start(module, words, folder=cwd, environment=environment, name=name)
+        try:
+            ended = command.wait(500)
+        finally:
+            command.close()
+    return subprocess.CompletedProcess([*arguments], ended.status, ended.out, ended.err)
 
 
 ADAPTERS_2025 = """\

@@ -10,11 +10,16 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, distribute_tensor
 
 from spec_tests.rig.judge import runner
 from spec_tests.rig.ranks import pool
 from spec_tests.rig.ranks.errors import RankDied, RankHung, RankRaised, RankReport, RigError
 from spec_tests.rig.ranks.rank import Context
+from spec_tests.rig.ranks.wire import RemoteError
 from spec_tests.rig.ranks.world import Worlds
 from spec_tests.rig.report.causes import innermost
 from spec_tests.tests.rig import bodies
@@ -127,12 +132,20 @@ def test_what_a_rank_printed_comes_with_its_failure(worlds: Worlds, capfd):
     assert caught.value.ranks[0].output == "", "output of an earlier call is not told again"
 
 
+def dtensor(ctx: Context) -> torch.Tensor:
+    mesh = init_device_mesh("cpu", (ctx.world_size,))
+    return distribute_tensor(torch.ones(2), mesh, [Replicate()])
+
+
 @pytest.mark.parametrize("transport", ["gloo", "sim"])
 def test_a_result_that_cannot_travel_is_an_error_of_the_body(worlds: Worlds, transport: str):
+    world = worlds.world(2, transport=transport)
     with pytest.raises(RankRaised, match=r"cannot pickle '_thread\.lock' object"):
-        worlds.world(2, transport=transport).run(bodies.unpicklable)
+        world.run(bodies.unpicklable)
+    with pytest.raises(RankRaised, match=r"got a DTensor of shape .*tensor.to_local\(\)"):
+        world.run(dtensor)
     with pytest.raises(TypeError, match="cannot pickle"):
-        worlds.world(2, transport=transport).run(bodies.who, threading.Lock())
+        world.run(bodies.who, threading.Lock())
     assert_healthy(worlds, 2)
 
 
@@ -227,6 +240,30 @@ def test_a_call_that_is_interrupted_leaves_no_old_reply(worlds: Worlds, monkeypa
         with pytest.raises(KeyboardInterrupt):
             worlds.world(2).run(bodies.who, "old")
     assert worlds.world(2).run(bodies.who, "new") == [(0, 2, "new"), (1, 2, "new")]
+
+
+QUICK = settings(settings.get_profile("default"), deadline=None, derandomize=True, database=None)
+REPORT = RankReport(0, "raised", RemoteError("IndexError", (), "", (), "", 0))
+
+
+@pytest.mark.parametrize("kind", [RankRaised, RankHung, RankDied])
+def test_an_error_is_shrunk_and_a_hang_or_a_death_ends_the_property(kind: type[BaseException]):
+    seen: list[list[int]] = []
+
+    @settings(QUICK, max_examples=60, phases=(Phase.generate, Phase.shrink))
+    @given(sizes=st.lists(st.integers(min_value=1, max_value=9), max_size=4))
+    def property_on_ranks(sizes: list[int]) -> None:
+        seen.append(sizes)
+        if len(sizes) > 1:
+            raise kind("a headline", 0, [REPORT])
+
+    with pytest.raises(kind) as caught:
+        property_on_ranks()
+    if kind is RankRaised:
+        assert seen[-1] == [1, 1]
+        assert any("sizes=[1, 1]" in note for note in caught.value.__notes__)
+    else:
+        assert [len(sizes) > 1 for sizes in seen].count(True) == 1
 
 
 def differing(*lists: tuple[str, ...]) -> str:

@@ -56,19 +56,6 @@ def test_a_tensor_of_any_kind_keeps_its_dtype_shape_and_values(worlds: Worlds):
     found["empty"].add_(1)  # writable: it owns its memory
 
 
-def test_a_dtensor_is_refused_as_a_result(worlds: Worlds):
-    with pytest.raises(RankRaised, match=r"got a DTensor of shape .*tensor.to_local\(\)"):
-        worlds.world(2).run(dtensor)
-
-
-def dtensor(ctx: Context) -> torch.Tensor:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, distribute_tensor
-
-    mesh = init_device_mesh("cpu", (ctx.world_size,))
-    return distribute_tensor(torch.ones(2), mesh, [Replicate()])
-
-
 # ------------------------------------------------------------------- what a body finds in its rank
 
 
@@ -166,21 +153,13 @@ def test_a_group_that_leaves_a_rank_out_is_refused_there(worlds: Worlds):
 # ------------------------------------------------------------------------- life and cost of a pool
 
 
-def test_no_rank_outlives_its_pool(own: Worlds):
-    own.world(3).run(bodies.empty)
-    pool = own.pool(3, None, "gloo")
-    pids = pool.pids()
-    assert len(alive(set(pids))) == 3
-    pool.kill()
-    pool.kill()  # a second time does no harm
-    assert not alive(pids)
-
-
 def test_a_world_outlives_the_pool_behind_it(own: Worlds):
     world = own.world(2)
     before = world.run(bodies.pid)
     assert world.run(bodies.pid) == before, "the ranks go on living between calls"
+    pool = own.pool(2, None, "gloo")
     own.close()
+    pool.kill()  # a second time does no harm
     assert not alive(before)
     after = world.run(bodies.pid)
     assert set(after).isdisjoint(before)

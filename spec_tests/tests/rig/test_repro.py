@@ -121,6 +121,7 @@ def test_a_script_that_does_not_show_the_finding_is_not_kept(
     (tmp_path / "mine.py").write_text(RIGHT)
     finding = {"case": "flash_attention-w1", "world_size": 1, "message": "[id]  S\nfound\nso"}
     monkeypatch.setattr(command, "_finding", lambda impl, id: finding)
+    monkeypatch.setattr(command, "_run", run_forked)
     assert repro(tmp_path, str(tmp_path / "mine.py"), "attention.forward.values") == 2
     assert "no small script shows this finding: 1 tried" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
