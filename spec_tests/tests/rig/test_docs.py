@@ -192,17 +192,23 @@ def test_every_make_target_that_is_named_exists():
 
 
 @with_readme
-def test_the_example_is_told_its_three_faults_and_the_transcript_is_real(tmp_path):
+def test_the_example_is_told_its_three_faults_in_words_and_pictures(tmp_path):
     (tmp_path / "mine.py").write_text(example("python", "# mine.py"))
-    wanted = ["ddp.gradients.mean", "ddp.gradients.frozen-stay-none", "ddp.group.*"]
+    wanted = [
+        "ddp.gradients.mean",
+        "ddp.gradients.frozen-stay-none",
+        "ddp.group.*",
+        "fsdp.footprint.no-growth",
+    ]
     options = [word for pattern in wanted for word in ("--clause", pattern)]
 
     asked = ["-m", "spec_tests", "--impl", "mine.py", "--report", "out", *options]
     ran = python(*asked, cwd=tmp_path)
 
     assert ran.returncode == 1, ran.stdout + ran.stderr
+    events = read_log(tmp_path / "out" / "events.jsonl")
     cells: dict[str, list[str]] = {}
-    for event in results(read_log(tmp_path / "out" / "events.jsonl")):
+    for event in results(events):
         cells.setdefault(event["clause"], []).append(event["outcome"])
     assert {clause: str(compose(map(Outcome, found))) for clause, found in cells.items()} == {
         "ddp.gradients.mean": "failed",
@@ -210,7 +216,15 @@ def test_the_example_is_told_its_three_faults_and_the_transcript_is_real(tmp_pat
         "ddp.group.divides-by-its-size": "failed",
         "ddp.group.keeps-to-itself": "passed",  # by its error, which is allowed there
         "ddp.group.starts-from-its-first-rank": "passed",
+        "fsdp.footprint.no-growth": "not_offered",
     }
     transcript = example("text", "[ddp.gradients.mean]").rstrip().splitlines()
     missing = [line for line in transcript if line not in ran.stdout]
     assert not missing, f"README's transcript is not what is printed: {missing}"
+    page = (tmp_path / "out" / "index.html").read_text()
+    assert re.search(r'class="hit">→ +\d+ +dist.all_reduce\(parameter.grad\)</span>', page)
+    assert len(page) < 80_000
+    kinds = {kind for event in events for kind in event.get("evidence", {})}
+    assert kinds == {"source", "wrong"}
+    assert "Clauses on what is not offered: fsdp 1</summary>" in page
+    assert '<li>fsdp: <span class="id">fully_shard, fsdp</span>' in page

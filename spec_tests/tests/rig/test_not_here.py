@@ -163,24 +163,44 @@ def test_an_error_is_recognised_by_its_words_and_its_place(file, statement, advi
 # ------------------------------------------------------------------------------ imports that fail
 
 
+NEWER, OLDER, MINE = "use Python {} or newer", "use Python {} or older", "mine_too"
+IMPORTS = {
+    "from typing import override": NEWER.format("3.12"),
+    "import typing; typing.override": NEWER.format("3.12"),
+    "import annotationlib": NEWER.format("3.14"),
+    "import distutils.core": OLDER.format("3.11"),
+    "import no_such_package.part": "python -m pip install no_such_package",
+    "from cs336_basics.model import Linear": "course's package cs336_basics is not in the",
+    "from pytest import no_such_name": "another version of pytest is needed",
+    "import importlib.metadata as m; m.version('no-such-package')": "pip install -e",
+    "raise ImportError('libcudart.so: cannot open shared object file')": "does not fit this",
+    # What the implementation lacks of itself, or lacks in the standard library by a misspelt name.
+    f"import {MINE}.no_such_part": "",
+    f"from {MINE} import no_such_name": "",
+    "import os.no_such_part": "",
+    "from . import part": "",
+    # Merely after it, and not because of it.
+    "try: import no_such_package\nexcept ImportError: raise ValueError": "",
+}
+"""Statement to the advice on what is not installed; none for a fault of the code."""
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of distutils, where it is
-@pytest.mark.parametrize(
-    ("statement", "advice"),
-    [
-        ("from typing import override", "use Python 3.12 or newer"),
-        ("import typing; typing.override", "use Python 3.12 or newer"),
-        ("import annotationlib", "use Python 3.14 or newer"),
-        ("import distutils.core", "use Python 3.11 or older"),
-    ],
-)
-def test_a_name_of_another_python_is_not_here(statement: str, advice: str):
+@pytest.mark.parametrize(("statement", "advice"), IMPORTS.items())
+def test_what_is_not_installed_is_told_from_what_the_code_lacks(
+    monkeypatch, tmp_path: Path, statement: str, advice: str
+):
+    (tmp_path / f"{MINE}.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
     try:
-        exec(statement, {})
-    except (ImportError, AttributeError) as error:
-        found = not_here.translated(error)
-    else:
+        error = raised("mine.py", statement)
+    except AssertionError:
+        assert "use Python" in advice, "expected an error"
         pytest.skip("this Python has it")
+    found = not_here.translated(error)
     assert advice in str(found)
+    assert advice or found is error
+    assert not advice or "(mine.py:1)" in str(found)
 
 
 def test_at_load_the_advice_takes_the_place_of_a_traceback(own: Worlds, mine, tmp_path: Path):

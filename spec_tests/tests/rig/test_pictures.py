@@ -16,8 +16,6 @@ from spec_tests.rig.judge import evidence
 from spec_tests.rig.ranks.errors import RankDied, RankHung, RankReport
 from spec_tests.rig.report import pictures
 from spec_tests.rig.report.causes import source_of
-from spec_tests.rig.report.eventlog import read_log
-from spec_tests.tests.rig.test_command import spec_tests
 
 
 def kept_of(*observed: torch.Tensor | None, expected: torch.Tensor) -> dict[str, Any]:
@@ -161,33 +159,3 @@ def test_the_line_of_the_judged_code_is_kept_with_its_neighbours(tmp_path: Path)
     suite = __file__.replace("tests/rig/test_pictures", "rig/clause")
     for nothing in ((mine, 99), (tmp_path / "gone.py", 1), (suite, 1)):
         assert source_of(trace.format(*nothing)) == {}
-
-
-# ----------------------------------------------------------------------------------- end to end
-
-FAULTY = """\
-import torch.distributed as dist
-def ddp(module, *, process_group=None):
-    return module
-def finish_gradient_synchronization(wrapped):
-    for parameter in wrapped.parameters():
-        dist.all_reduce(parameter.grad)
-"""
-
-
-def test_a_faulty_file_gets_a_card_with_its_line_and_its_picture(tmp_path: Path):
-    (tmp_path / "mine.py").write_text(FAULTY)
-    clauses = "ddp.gradients.mean,ddp.gradients.frozen-stay-none,fsdp.footprint.no-growth"
-    flags = ("--impl", "mine.py", "--clause", clauses, "--report", "out")
-    ended = spec_tests(*flags, cwd=tmp_path)
-    assert ended.returncode == 1, ended.stdout + ended.stderr
-
-    page = (tmp_path / "out/index.html").read_text()
-    events = read_log(tmp_path / "out/events.jsonl")
-
-    assert 'class="hit">→   6          dist.all_reduce(parameter.grad)</span>' in page
-    assert len(page) < 60_000
-    kinds = {kind for event in events for kind in event.get("evidence", {})}
-    assert kinds == {"source", "wrong"}
-    assert "Clauses on what is not offered: fsdp 1</summary>" in page
-    assert '<li>fsdp: <span class="id">fully_shard, fsdp</span>' in page
