@@ -11,7 +11,7 @@ import pytest
 
 from spec_tests import museum
 from spec_tests.contract import FUNCTIONS
-from spec_tests.contract.promises import PROMISES, Promise, promises_of, qualified, read
+from spec_tests.contract.promises import PROMISES, promises_of, qualified, read
 from spec_tests.programs import seeds
 from spec_tests.rig import ledger
 from spec_tests.rig.clause import REGISTER, Clause, clause, clause_of, clauses, rows
@@ -199,28 +199,6 @@ def listing(*lines: str) -> Callable[[], None]:
     function.__doc__ = "\n    ".join(["Do it.", "", *lines])
     function.__qualname__ = "function"
     return function
-
-
-def test_a_docstring_lists_promises_by_level_and_what_may_be_refused():
-    found = read(
-        listing(
-            *(
-                "Args:",
-                "    path: a file.",
-                "",
-                "Level `course`:",
-                "    whole: It is read. Once.",
-                "",
-            ),
-            *("Level `production`:", "    fast: It takes a second.", ""),
-            *("May be refused:", "    fast: A long file.", "    foreign: A file of others."),
-        )
-    )
-    assert [*found.values()] == [
-        Promise("function", "whole", "course", "It is read. Once."),
-        Promise("function", "fast", "production", "It takes a second.", "A long file."),
-        Promise("function", "foreign", "correct", "", "A file of others."),
-    ]
 
 
 @pytest.mark.parametrize(

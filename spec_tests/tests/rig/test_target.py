@@ -187,9 +187,9 @@ def test_an_impostor_that_does_not_exist_is_named_with_those_that_are_near(own: 
     ],
 )
 def test_a_function_that_cannot_take_what_every_caller_passes_is_a_misfit(
-    own: Worlds, mine, signature: str, said: str
+    mine, signature: str, said: str
 ):
-    misfits = own.world(1, mine(f"def {signature}:\n    return 0\n")).misfits()
+    misfits = target.load(mine(f"def {signature}:\n    return 0\n")).misfits
     assert list(misfits) == ([signature.partition("(")[0]] if said else [])
     for name, reason in misfits.items():
         assert said in reason
