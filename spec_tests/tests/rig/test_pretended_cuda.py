@@ -226,7 +226,9 @@ def habits(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, target.Target
     things = "".join(THING.format(*each) for each in enumerate(STATEMENTS))
     file.write_text(WRAPPER.format(things=things, done=len(DONE)), encoding="utf-8")
     which = impls.parse(str(file))
-    return {pretends: dataclasses.replace(which, pretends_cuda=pretends) for pretends in (0, 1)}
+    return {
+        pretends: dataclasses.replace(which, pretends_cuda=pretends) for pretends in (False, True)
+    }
 
 
 @ON_CPU
