@@ -54,11 +54,17 @@ def assembly(x, out, is_doubled, N: tl.constexpr):
     tl.store(out + at, moved)
 
 
-@triton.autotune([triton.Config({}, num_warps=n) for n in (1, 2)], key=["is_doubled"])
 @triton.jit
-def tuned(x, out, is_doubled, N: tl.constexpr):
-    """Several configurations, to be timed on a device."""
+def _moved(x, out, M: tl.constexpr):
+    tl.static_assert(M > 1, "a configuration that a device passes over")
     tl.store(out, tl.load(x))
+
+
+@triton.autotune([triton.Config({"M": m}) for m in (1, 2, 4)], key=["is_doubled"])
+@triton.jit
+def tuned(x, out, is_doubled, N: tl.constexpr, M: tl.constexpr):
+    """Several configurations, to be timed on a device; the first one does not compile."""
+    _moved(x, out, M)
 
 
 @triton.jit

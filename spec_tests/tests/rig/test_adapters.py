@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -137,6 +138,24 @@ def test_a_unit_of_efficient_dl_is_gathered_by_its_hooks_alone():
         unit.unshard()
     exec("unit.unshard()", {"__name__": "fsdp", "unit": unit})  # as a hook of the file does
     assert calls == [1]
+
+
+@pytest.mark.parametrize("year", [2025, 2026])
+def test_what_the_exercise_did_not_have_yet_is_not_offered(year: int):
+    """An attribute that no line of a file reads would be set in vain, and the file judged by it."""
+    fully_shard = effdl.offer(CHECKOUTS / "effdl" / "fsdp.py", "cpu").fully_shard
+    mesh: Any = SimpleNamespace(ndim=1, device_type="cpu", size=lambda: 1)
+
+    def shard(unit: Any, **_: Any) -> None:
+        unit.__class__ = type("Unit", (fully_shard.file.FSDPModule, torch.nn.Linear), {})
+        if year == 2026:
+            unit.reduce_grads = True
+
+    fully_shard.file.fully_shard = shard
+    unit: Any = fully_shard(torch.nn.Linear(2, 2), mesh=mesh)
+    with nullcontext() if year == 2026 else pytest.raises(NotImplementedError, match="reduce_"):
+        unit.set_requires_gradient_sync(False)
+    assert getattr(unit, "reduce_grads", None) is (False if year == 2026 else None)
 
 
 # ------------------------------------------------------------------------------------- the course
