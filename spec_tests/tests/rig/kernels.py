@@ -54,17 +54,12 @@ def assembly(x, out, is_doubled, N: tl.constexpr):
     tl.store(out + at, moved)
 
 
-@triton.jit
-def _moved(x, out, M: tl.constexpr):
-    tl.static_assert(M > 1, "a configuration that a device passes over")
-    tl.store(out, tl.load(x))
-
-
 @triton.autotune([triton.Config({"M": m}) for m in (1, 2, 4)], key=["is_doubled"])
 @triton.jit
 def tuned(x, out, is_doubled, N: tl.constexpr, M: tl.constexpr):
     """Several configurations, to be timed on a device; the first one does not compile."""
-    _moved(x, out, M)
+    tl.static_assert(M > 1)
+    tl.store(out, tl.load(x))
 
 
 @triton.jit
