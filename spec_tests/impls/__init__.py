@@ -105,16 +105,23 @@ def is_installed(name: str) -> bool:
 def _parse_layout(spec: str, layout: str, words: str) -> Target:
     path = Path(words).expanduser().resolve()
     if words and path.is_dir():
-        found = [path / name for name in LAYOUTS[layout] if (path / name).is_file()]
+        found = _files(layout, path)
         if found:  # a single file, or the folder in which several lie
             file = found[0] if layout == "effdl" else path
             return Target(spec, layout, file, layout=layout, pretends_cuda=True)
     elif path.is_file() and layout == "effdl":
         return Target(spec, layout, path, layout=layout, pretends_cuda=True)
+    below = {str(file.relative_to(path).parts[0]) for file in _files(layout, path, "*/")}
+    words = "".join(f"; give the folder {each!r} in it" for each in sorted(below))
     raise ValueError(
         f"--impl {spec!r}: expected {layout}:PATH, a folder that holds "
-        f"{' or '.join(LAYOUTS[layout])}; found none at {path}"
+        f"{' or '.join(LAYOUTS[layout])}; found none at {path}{words}"
     )
+
+
+def _files(layout: str, folder: Path, below: str = "") -> list[Path]:
+    """Return the files of a layout that are in a folder, or in the folders `below` it."""
+    return [file for name in LAYOUTS[layout] for file in folder.glob(below + name)]
 
 
 def _parse_path(spec: str) -> Target:
@@ -127,8 +134,10 @@ def _parse_path(spec: str) -> Target:
         # Under a name of its own: ./queue.py must not take the place of the standard library's.
         return Target(spec, f"trainspec_impl_{path.stem}", path)
     found = "a folder without __init__.py" if path.is_dir() else "nothing"
+    held = [layout for layout in LAYOUTS if _files(layout, path)]
+    words = "".join(f"; for its course's layout give {layout}:{spec}" for layout in held)
     raise ValueError(
-        f"--impl {spec!r}: expected a .py file or a package folder, found {found} at {path}"
+        f"--impl {spec!r}: expected a .py file or a package folder, found {found} at {path}{words}"
     )
 
 

@@ -164,14 +164,12 @@ class _Sharder:
         def set_requires_gradient_sync(
             self: nn.Module, flag: bool, *, recurse: bool = True
         ) -> None:
-            for unit in _units(self, kind, recurse):
-                unit.reduce_grads = flag
+            _set(_units(self, kind, recurse), "reduce_grads", flag)
 
         def set_reshard_after_backward(
             self: nn.Module, flag: bool, *, recurse: bool = True
         ) -> None:
-            for unit in _units(self, kind, recurse):
-                unit.reshard_after_backward = flag
+            _set(_units(self, kind, recurse), "reshard_after_backward", flag)
 
         def set_prefetch(self: nn.Module, modules: list[nn.Module]) -> None:
             raise NotImplementedError("the exercise prefetches by itself, and takes no list")
@@ -226,6 +224,14 @@ def _outermost(module: nn.Module) -> nn.Module:
 def _units(module: nn.Module, kind: type, recurse: bool) -> list[Any]:
     parts = module.modules() if recurse else [module]
     return [part for part in parts if isinstance(part, kind)]
+
+
+def _set(units: list[Any], name: str, flag: bool) -> None:
+    """Set an attribute of the exercise, which those of before 2026 had not."""
+    if not all(hasattr(unit, name) for unit in units):
+        raise NotImplementedError(f"{name}: the units of this file have no such attribute")
+    for unit in units:
+        setattr(unit, name, flag)
 
 
 @contextmanager

@@ -174,8 +174,12 @@ class OneProcess:
         each = len(batches) // self.size
         if self.fault == "last-micro-batch":
             return batches[each - 1 :: each]
+        own = batches[self.position * each :][:each]
         if self.fault == "own-alone":
-            return batches[self.position * each :][:each]
+            return own
+        if self.fault == "local-stays":
+            undivided = 1 if self.declares.get("gradient") == "sum" else self.size
+            return [*batches[each - 1 :: each], *undivided * [*own[:-1]]]
         return batches[:each] if self.fault == "first-rank" else batches
 
     def _scale(self, count: int) -> float:
@@ -250,6 +254,7 @@ FAULTS = {
     "divides-by-accumulation": "divided by `accumulation`, whatever the number of micro-batches",
     "divides-by-two": "divided by 2, whatever the number of ranks",
     "last-micro-batch": "the last micro-batch alone: the earlier ones were lost",
+    "local-stays": "the last micro-batch was reduced, the earlier ones stayed local",
     "first-rank": "the first rank's micro-batches alone",
     "unclipped": "not clipped",
     "clips-each": "clipped after every micro-batch and not once per step",

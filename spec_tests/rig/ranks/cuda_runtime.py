@@ -18,7 +18,7 @@ import torch
 
 PRETENDED_CUDA = (
     "CUDA is stood in for: tensors are on the CPU, torch.compile compiles nothing, triton.autotune "
-    "takes its first configuration; speed, streams and device memory are not judged"
+    "takes its first valid configuration; speed, streams and device memory are not judged"
 )
 """What a verdict says of it."""
 

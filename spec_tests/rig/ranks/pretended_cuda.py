@@ -10,7 +10,7 @@ the CPU throughout. For the whole process, and so for every thread of it:
     torch.cuda   streams, events, NVTX, memory statistics and the like exist and do nothing
     "nccl"       means gloo, which takes what NCCL does (`gloo_forms`)
     compilers    torch.compile and torch.jit.script return what they are given; `triton.autotune`
-                 takes its first configuration instead of measuring them all
+                 measures none and takes the first configuration that static assertions allow
 
 torch and Triton ask the same questions (`tensor.is_cuda`, `torch.cuda.is_available()`) and would
 act on the answers, and the suite wants to know as well. So an answer depends on who asks: these
@@ -28,6 +28,7 @@ import functools
 import importlib.util
 import inspect
 import sys
+import traceback
 from collections.abc import Callable
 from importlib.abc import MetaPathFinder
 from types import ModuleType
@@ -277,7 +278,31 @@ def _stand_in_for_compilers() -> None:
 
 
 def _take_the_first(autotuner: ModuleType) -> None:
-    autotuner.Autotuner._bench = lambda self, *args, config, **meta: [0.0] * 3  # type: ignore[attr-defined]  # foreign
+    """Pass over a configuration only where a device does: its kernel has a false static_assert."""
+    tuner: Any = autotuner.Autotuner
+    run = tuner.run
+
+    def run_the_first(self: Any, *args: Any, **options: Any) -> Any:
+        self.refused = []
+        while True:
+            try:
+                return run(self, *args, **options)
+            except Exception as error:
+                if not _is_static(error) or self.best_config in self.refused:
+                    raise
+                self.refused.append(self.best_config)
+                self.cache.clear()
+
+    tuner.run = run_the_first
+    tuner._bench = lambda self, *args, config, **meta: [float(config in self.refused)] * 3
+
+
+def _is_static(error: BaseException) -> bool:
+    """Whether a kernel's `tl.static_assert` is what Triton's interpreter raised."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return isinstance(error, AssertionError) and "static_assert" in frame.f_code.co_name
 
 
 class _Autotuner(MetaPathFinder):

@@ -54,10 +54,11 @@ def assembly(x, out, is_doubled, N: tl.constexpr):
     tl.store(out + at, moved)
 
 
-@triton.autotune([triton.Config({}, num_warps=n) for n in (1, 2)], key=["is_doubled"])
+@triton.autotune([triton.Config({"M": m}) for m in (1, 2, 4)], key=["is_doubled"])
 @triton.jit
-def tuned(x, out, is_doubled, N: tl.constexpr):
-    """Several configurations, to be timed on a device."""
+def tuned(x, out, is_doubled, N: tl.constexpr, M: tl.constexpr):
+    """Several configurations, to be timed on a device; the first one does not compile."""
+    tl.static_assert(M > 1)
     tl.store(out, tl.load(x))
 
 

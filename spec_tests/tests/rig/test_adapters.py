@@ -139,6 +139,17 @@ def test_a_unit_of_efficient_dl_is_gathered_by_its_hooks_alone():
     assert calls == [1]
 
 
+def test_what_the_exercise_did_not_have_in_2025_is_not_offered():
+    """An attribute that no line of a file reads would be set in vain, and the file judged by it."""
+    fully_shard = effdl.offer(CHECKOUTS / "effdl" / "fsdp.py", "cpu").fully_shard
+    mesh: Any = SimpleNamespace(ndim=1, device_type="cpu", size=lambda: 1)
+    kind = type("Unit", (fully_shard.file.FSDPModule, torch.nn.Linear), {})
+    fully_shard.file.fully_shard = lambda unit, **_: setattr(unit, "__class__", kind)
+    unit: Any = fully_shard(torch.nn.Linear(2, 2), mesh=mesh)
+    with pytest.raises(NotImplementedError, match="reduce_grads"):
+        unit.set_requires_gradient_sync(False)
+
+
 # ------------------------------------------------------------------------------------- the course
 
 

@@ -185,3 +185,11 @@ def test_a_folder_without_the_files_of_its_layout_is_refused(tmp_path: Path, lay
             impls.parse(f"{layout}:{path}")
         assert f"expected {layout}:PATH, a folder that holds " in str(caught.value)
         assert impls.LAYOUTS[layout][0] in str(caught.value)
+
+
+def test_whoever_is_one_step_beside_a_checkout_is_told_where_it_is():
+    """A checkout of 2024 holds the exercise in a folder below."""
+    with pytest.raises(ValueError, match="give the folder 'cs336_2026' in it"):
+        impls.parse(f"cs336:{CHECKOUTS}")
+    with pytest.raises(ValueError, match=r"give cs336:.*cs336_2026$"):
+        impls.parse(str(CHECKOUTS / "cs336_2026"))
