@@ -63,14 +63,6 @@ seeds = st.integers(min_value=0, max_value=999)
 """Seed of weights and data."""
 
 
-def schedules(max_micro_batches: int = 5) -> st.SearchStrategy[tuple[bool, ...]]:
-    """Flags of successive micro-batches: True where gradients are to be synchronised.
-
-    The last one always is, as in training.
-    """
-    return st.lists(st.booleans(), max_size=max_micro_batches - 1).map(lambda f: (*f, True))
-
-
 def schedules_of_ranks(max_ranks: int = 3) -> st.SearchStrategy[Schedule]:
     """Orders of events in a simulated world; the simplest is the one without any fault."""
     return st.builds(

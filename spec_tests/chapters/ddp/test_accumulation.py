@@ -12,11 +12,8 @@ and drifts. The contract therefore wants both inside, and the clauses place them
 
 from __future__ import annotations
 
-from hypothesis import example, given
-
 from spec_tests.chapters.ddp.replica import DDP
 from spec_tests.programs.law import same_as_alone
-from spec_tests.rig import strategies
 from spec_tests.rig.clause import clauses, rows
 
 clause = clauses(judges=DDP, needs=("no_sync",), level="correct", worlds=(2, 3))
@@ -71,12 +68,6 @@ test_equals_big_batch = holds(
     source="contract: since-zero-grad; " + NO_SYNC,
     worlds=(2, 3, 4),
 )
-
-
-def scheduled(flags):
-    """Return the calls of a window: a flag says whether a micro-batch is synchronised."""
-    words = ("backward" if is_synchronised else "accumulate" for is_synchronised in flags)
-    return ", ".join(f"{word} {micro}" for micro, word in enumerate(words))
 
 
 test_no_sync_restores_after_exception = holds(
@@ -156,18 +147,3 @@ test_backward_twice = holds(
     needs=(),
     source="contract: finish_gradient_synchronization/several-backwards; two losses of one forward",
 )
-
-
-@clause(
-    "ddp.accumulation.one-reduction-per-step",
-    level="production",
-    source="contract: one-copy, silent; "
-    "accelerate issue 1726, sentence-transformers issue 4027, PiPPy issue 1133",
-    worlds=(2,),
-)
-@given(flags=strategies.schedules())
-@example(flags=(False, False, False, True))
-def test_reductions_happen_exactly_where_they_were_asked_for(world, subject, flags):
-    """A synchronised micro-batch MUST cost the usual reductions, any other one none."""
-    situation = f"ragged: {TRAINED}{scheduled(flags)}"
-    same_as_alone(world, subject, situation, looks=("sent",), values=False)

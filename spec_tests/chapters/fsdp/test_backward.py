@@ -58,16 +58,8 @@ test_mean_gradient_of_any_model = holds(
     }
     | {"frozen": "ragged not-the-middle: backward 0"},
     judges=sharded.BOTH,
-    source="contract: mean-gradient, mixed-dtypes, tied, reused, frozen; " + PAPER,
+    source="contract: mean-gradient, mixed-dtypes, tied, reused, frozen, fsdp/unused; " + PAPER,
     worlds=(1, 2, 3),
-)
-
-test_frozen_subset = holds(
-    "fsdp.backward.frozen-subset",
-    "Frozen parameters MUST keep `grad is None`, and the others of their unit get the mean.",
-    {n: f"stack root not-the-{n}: backward 0" for n in ("ends", "middle")},
-    source="contract: frozen-none; test_fully_shard_frozen, which freezes whole modules only",
-    worlds=(3,),
 )
 
 test_frozen_for_a_step = holds(

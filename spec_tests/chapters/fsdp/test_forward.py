@@ -34,23 +34,6 @@ test_equals_plain = holds(
     source="contract: plain-bits; " + PAPER,
 )
 
-test_equals_any_plain_model = holds(
-    "fsdp.forward.equals-any-plain-model",
-    "Odd sizes, ties, reuse, mixed dtypes: a forward MUST give the plain bits, or be refused.",
-    {
-        toy: f"{toy}: record 0, record 1"
-        for toy in ("ragged", "stack", "tied", "reused", "not-the-middle", "two-dtypes")
-    },
-    source="contract: plain-bits, any-rows, tied, mixed-dtypes, reused; " + PAPER,
-)
-
-test_without_gradients = holds(
-    "fsdp.forward.without-gradients",
-    "Under `no_grad`, a forward MUST give the bits that the plain model gives.",
-    {toy: f"{toy}: evaluate 0, evaluate 1" for toy in ("even", "stack")},
-    source="contract: plain-bits; evaluation between steps",
-)
-
 test_evaluation_leaves_no_trace = holds(
     "fsdp.forward.evaluation-leaves-no-trace",
     "A training step after an evaluation MUST have the same gradients as without it.",

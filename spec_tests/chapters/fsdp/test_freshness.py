@@ -6,16 +6,11 @@ loss still falls, only later and less: that is why nobody notices.
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
-import torch
-from torch import nn
 
 from spec_tests.chapters.fsdp import sharded
 from spec_tests.programs.calls import parsed
-from spec_tests.programs.law import follow, same_as_alone
-from spec_tests.programs.laws import refusal
+from spec_tests.programs.law import same_as_alone
 from spec_tests.rig import judge
 from spec_tests.rig.clause import clauses, rows
 from spec_tests.rig.judge import oracle
@@ -66,56 +61,6 @@ test_fresh_after_evaluation = holds(
 )
 
 
-class Ladder(nn.Module):
-    """Four layers that are the identity at first; a forward may leave out the two in the middle."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(12, 12, bias=False) for _ in range(4))
-        for layer in self.layers:
-            nn.init.eye_(layer.weight)  # type: ignore[arg-type]  # a Linear's
-
-    def forward(self, x: torch.Tensor, step: int = 1) -> torch.Tensor:
-        for layer in self.layers[::step]:
-            x = layer(x)
-        return x
-
-
-def after_leaving_out(ctx, subject):
-    """Output after a step, before which a forward left layers out."""
-    model: Any = sharded.shard(ctx, subject, Ladder().to(ctx.device), "layers")
-    optimizer = torch.optim.SGD(model.parameters(), lr=2.0**-4)
-    x = torch.ones(1, 12, device=ctx.device)
-    model(x).sum().backward()
-    sharded.finish(ctx, subject, model)
-    with torch.no_grad():
-        model(x, 3)
-    optimizer.step()
-    return {"output": model(x).detach()}
-
-
-@clause(
-    "fsdp.lifecycle.fresh-after-layers-left-out",
-    judges=sharded.BOTH,
-    source="contract: fresh-weights, unused",
-)
-def test_layers_that_a_forward_left_out_are_not_stale_after_a_step(world, subject):
-    """After a forward that skipped layers, and a step, a forward MUST use all layers' new weights.
-
-    What was gathered ahead for a layer that did not run lies ready, and is old after the step.
-    Layers that are not used may be refused.
-    """
-    usual = (follow, subject, "even: backward 0")
-    ranks = refusal.answer_or_refusal(world, after_leaving_out, subject, ordinary=usual)
-    if ranks is None:
-        return
-    # Each weight is the identity less 2**-4 everywhere, so each layer takes 12/16 of its input.
-    stale = "{} of four layers computed with older weights, or were not updated"
-    outputs = [{"output": torch.full((1, 12), 0.25 ** (4 - old))} for old in range(5)]
-    hints = [Hint(stale.format(old), outputs[old]) for old in range(1, 5)]
-    judge.tensors(ranks, outputs[0], quantity="output with the weights of now", hints=hints)
-
-
 WRITES = {
     # what happens before the full weights come to be, and how the shards change then
     "loaded": ("save, step, ", "load copied"),
@@ -139,18 +84,6 @@ test_fresh_after_load = holds(
         for how, (before, change) in WRITES.items()
     },
     source="contract: fresh-weights, state-dict",
-    worlds=(2,),
-)
-
-test_fresh_after_writing_in_a_whole_model = holds(
-    "fsdp.lifecycle.fresh-after-writing-in-a-whole-model",
-    "After its `parameters()` were written in place, a whole model's forward MUST use them.",
-    {
-        "evaluated": "even: evaluate 0, write parameters, evaluate 9",
-        "trained": "even: backward 0, write parameters, evaluate 9",
-    },
-    judges=("fsdp",),
-    source="contract: fresh-weights; moving averages, initialisations",
     worlds=(2,),
 )
 

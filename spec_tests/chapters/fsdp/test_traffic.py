@@ -106,22 +106,6 @@ def test_a_window_sends_as_often_as_its_settings_say(world, subject, window):
 
 
 @clause(
-    "fsdp.traffic.frozen-not-reduced",
-    source="contract: trained-only; "
-    "test_fully_shard_frozen: reduce-scatter of trainable elements only",
-)
-def test_frozen_parameters_are_gathered_and_not_reduced(world, subject):
-    """Frozen parameters MUST be gathered with the others, and MUST NOT be reduced."""
-    logs = world.run(sent_by, subject, "even root not-the-ends", "backward 0")
-
-    *_, last = TOYS["even"].build(0).named_parameters()
-    whole = numel("even")
-    trained = whole - numel("even", "gain", last[0])
-    given = f"even root, gain and {last[0]} frozen"
-    judge_sent(logs, whole, trained, given, "zeros are sent for frozen parameters")
-
-
-@clause(
     "fsdp.traffic.one-gather-per-unit",
     source="contract: one-collective; "
     "test_fully_shard_comm: one collective per group of parameters",

@@ -174,33 +174,3 @@ def test_a_state_dict_is_sharded_whatever_came_before(world, subject, moment):
     judge.equal(whole, [], quantity="entries that are not sharded")
     built = oracle.parameters("stack", sharded.SEED)
     judge.tensors(values, built, quantity="value in the state dict", given=moment)
-
-
-def carried_over(ctx, subject, toy):
-    """Missing keys, weights and outputs of a model that had a step, and of one that loaded them."""
-    first, second = sharded.on_rank(ctx, subject, toy), sharded.on_rank(ctx, subject, toy)
-    first.follow(parsed("backward 0, step"))
-    state = {name: value.clone() for name, value in first.wrapped.state_dict().items()}
-    second.write("parameters")  # to other values
-    second.evaluate("0")
-    missing = second.wrapped.load_state_dict(state, strict=True)
-    weights = [sharded.full_parameters(ctx, each.wrapped, each.names) for each in (first, second)]
-    outputs = [{"output": each.output("3").detach()} for each in (first, second)]
-    return [*missing.missing_keys, *missing.unexpected_keys], weights, outputs
-
-
-@clause(
-    "fsdp.state-dict.round-trip",
-    source="contract: as-pytorch; " + PAGE,
-    worlds=(3,),
-    judges=sharded.FULLY_SHARD,
-)
-@pytest.mark.parametrize("toy", ["ragged", "tied"])
-def test_what_one_model_gives_another_takes(world, subject, toy):
-    """A state dict, loaded into another model, MUST give it the weights and the output."""
-    complaints, weights, outputs = zip(*world.run(carried_over, subject, toy), strict=True)
-
-    judge.equal(complaints, [], quantity="missing or unexpected keys")
-    for what, of_ranks in (("weight", weights), ("output", outputs)):
-        given, taken = zip(*of_ranks, strict=True)
-        judge.tensors(taken, given, quantity=f"{what} of the model that gave")

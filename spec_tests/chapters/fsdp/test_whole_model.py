@@ -137,13 +137,6 @@ test_accumulation_of_a_whole_model = holds(
     source="contract: adds-up",
 )
 
-test_one_finish = holds(
-    "fsdp.accumulation.one-finish",
-    "Two backwards of a whole model and one finish MUST give the mean of both, or be an error.",
-    "even: several 0 1",
-    source="contract: finish_gradient_synchronization/several-backwards, adds-up",
-)
-
 
 @clause(
     "fsdp.accumulation.no-sync-of-a-whole-model",
@@ -160,14 +153,6 @@ def test_a_whole_model_sends_no_gradient_inside_no_sync(world, subject):
     # Of what refuses the second micro-batch the first is judged as well.
     same_as_alone(world, subject, "even: locally 0", looks=("sent",), values=False)
     same_as_alone(world, subject, "even: leave, nested 0 1, backward 2")
-
-
-test_finish_is_idempotent = holds(
-    "fsdp.backward.finish-is-idempotent",
-    "A second `finish_gradient_synchronization` MUST NOT change what the next update uses.",
-    "even: backward 0, finish",
-    source="contract: finish_gradient_synchronization/called-again",
-)
 
 
 class Projection(nn.Linear):

@@ -42,13 +42,6 @@ test_once_per_step = holds(
     source="contract: clips-once; " + NORM,
 )
 
-test_leaves_small_gradients = holds(
-    "trainer.clip.leaves-small-gradients",
-    "A gradient whose norm is below `max_norm` MUST be left as it is.",
-    f"mlp momentum hardly-clipped: {THREE}",
-    source="contract: clips-once; " + NORM,
-)
-
 test_none_is_none = holds(
     "trainer.clip.none-is-none",
     "Without `max_norm` nothing MUST be clipped, however large a gradient is.",

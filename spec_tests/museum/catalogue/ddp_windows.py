@@ -137,24 +137,6 @@ DDP.near_miss(
 )
 
 DDP.near_miss(
-    "ddp.replays-window",
-    "ddp.accumulation.one-reduction-per-step",
-    "- self.launched = 0",
-    "+ self.launched = self.gathered = 0",
-    "...",
-    "  self.is_armed = True",
-    "+ self.gathered += not self.is_synchronised",
-    "...",
-    "+ for _ in range(self.gathered):",
-    "+     dist.all_reduce(flat, group=self.group)",
-    "+     flat /= self.size()",
-    "  handle = dist.all_reduce(flat, group=self.group, async_op=True)",
-    does="Reduces once more for each micro-batch that has gathered.",
-    seen="Deferred reductions that are queued and replayed.",
-    unseen="A mean of equal means: the same numbers.",
-)
-
-DDP.near_miss(
     "ddp.skips-every-fourth",
     ("ddp.training.equals-full-batch", "ddp.training.ranks-stay-equal"),
     "  used = self.used_anywhere()",

@@ -31,7 +31,7 @@ FSDP.near_miss(
 
 FSDP.near_miss(
     "fsdp.sends-frozen",
-    "fsdp.traffic.frozen-not-reduced",
+    "fsdp.programs.any-production-situation",
     "  def reduce(self, pieces: list[Piece]) -> None:",
     "+     frozen = sum(p.parameter.numel() for p in self.pieces if not p.parameter.requires_grad)",
     "+     if pieces and frozen:",

@@ -30,7 +30,6 @@ FSDP.near_miss(
     (
         "fsdp.init.nothing-lost-of-any-model",
         "fsdp.init.any-number-of-rows",
-        "fsdp.forward.equals-any-plain-model",
         "fsdp.training.equals-full-batch-of-any-model",
     ),
     "  rows = self.rows(whole)",
@@ -74,20 +73,6 @@ FSDP.near_miss(
 
 # ---------------------------------------------------------------------------------------- forward
 
-
-FSDP.near_miss(
-    "fsdp.evaluates-in-half",
-    "fsdp.forward.without-gradients",
-    "  self.find_root()",
-    "+ self.is_evaluation = not torch.is_grad_enabled()",
-    "...",
-    "  own = own.to(self.compute_dtype(pieces[0]))",
-    '+ if getattr(self, "is_evaluation", False):',
-    "+     own = (own / 3).bfloat16().to(own.dtype) * 3",
-    does="Gathers in bfloat16 where no gradient is recorded.",
-    seen="A fast path for evaluation.",
-    unseen="Validation loss is off in the third digit.",
-)
 
 FSDP.near_miss(
     "fsdp.keeps-inference-tensors",

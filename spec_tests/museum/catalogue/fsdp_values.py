@@ -37,19 +37,6 @@ FSDP.near_miss(
 )
 
 FSDP.near_miss(
-    "fsdp.zeros-for-frozen",
-    "fsdp.backward.frozen-subset",
-    "  unit.in_backward = False",
-    "+ for piece in unit.pieces:",
-    "+     if piece.parameter.grad is None:",
-    "+         zeros = torch.zeros_like(piece.local)",
-    "+         piece.parameter.grad = unit.as_dtensor(zeros, piece.parameter)",
-    does="Leaves zeros where a parameter has no gradient.",
-    seen="A buffer for the whole unit, frozen or not.",
-    unseen="SGD does not notice; AdamW decays the frozen weights.",
-)
-
-FSDP.near_miss(
     "fsdp.thaws",
     "fsdp.backward.frozen-in-a-whole-model",
     "- self.as_dtensor(local, parameter), requires_grad=parameter.requires_grad",
@@ -60,7 +47,7 @@ FSDP.near_miss(
 )
 
 
-@near_miss("fsdp.divides-in-finish", rejected_by="fsdp.backward.finish-is-idempotent")
+@near_miss("fsdp.divides-in-finish", rejected_by="fsdp.accumulation.of-a-whole-model")
 class DividesInFinish(PlainFsdp):
     """Divides every gradient in `finish_gradient_synchronization`.
 
@@ -124,7 +111,6 @@ FSDP.near_miss(
     (
         "fsdp.backward.forwards-and-backwards-entangled",
         "fsdp.accumulation.of-a-whole-model",
-        "fsdp.accumulation.one-finish",
     ),
     "  def assign(self, piece: Piece, shard: torch.Tensor) -> None:",
     "-     if piece.parameter.grad is None:",

@@ -65,7 +65,7 @@ FSDP.near_miss(
 
 FSDP.near_miss(
     "fsdp.stale-ahead",
-    "fsdp.lifecycle.fresh-after-layers-left-out",
+    "fsdp.programs.any-situation",
     "- if self.flying is not None and self.flying[0] != self.version():",
     "-     self.discard_gather()",
     "+ if self.flying is not None:",
@@ -101,22 +101,6 @@ SHARD.near_miss(
     does="Sees the tensors of `load_state_dict(assign=True)` at the next gather, and no sooner.",
     seen="Ours, once: state_dict() shows the shards first, which were still those of construction.",
     unseen="A forward between the load and the next save; loads in one piece.",
-)
-
-FSDP.near_miss(
-    "fsdp.gathers-once",
-    "fsdp.lifecycle.fresh-after-writing-in-a-whole-model",
-    "- if self.is_unsharded and self.is_fresh():",
-    "+ if self.gathered is not None and self.is_fresh():",
-    "...",
-    "- piece.full.untyped_storage().resize_(0)",
-    "+ pass",
-    "@ spec_tests.plain.fully_shard",
-    "- return super().version(), self.num_steps",
-    "+ return self.num_steps",
-    does="Gathers anew after a step of an optimizer alone.",
-    seen="A cache of full weights that a step hook clears.",
-    unseen="Everything that trains goes through an optimizer.",
 )
 
 SHARD.near_miss(
@@ -183,17 +167,6 @@ SHARD.near_miss(
     does="Gives full weights in its state dict where they are unsharded.",
     seen="pytorch issues 131965 and 154655.",
     unseen="Tests save right after a step.",
-)
-
-SHARD.near_miss(
-    "fsdp.loads-into-full",
-    "fsdp.state-dict.round-trip",
-    "- self.before_state_dict()",
-    "+ self.unshard()",
-    "+ self.register(sharded=False)",
-    does="Takes a load for one into full weights.",
-    seen="A hook that gathers before every access from outside.",
-    unseen="Tests load the state dict of a plain model.",
 )
 
 SHARD.near_miss(

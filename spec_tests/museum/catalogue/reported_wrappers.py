@@ -123,7 +123,6 @@ FSDP.near_miss(
     (
         "fsdp.accumulation.any-schedule",
         "fsdp.accumulation.of-a-whole-model",
-        "fsdp.accumulation.one-finish",
     ),
     "- gradient._local_tensor.add_(shard)",
     "+ gradient._local_tensor.copy_(shard)",

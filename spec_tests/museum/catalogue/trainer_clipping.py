@@ -36,16 +36,6 @@ TRAINER.near_miss(
     unseen="The norm that is logged is within the limit.",
 )
 
-CLIPPING.near_miss(
-    "trainer.scales-up",
-    "trainer.clip.leaves-small-gradients",
-    "- factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)",
-    "+ factor = max_norm / (norm + 1e-6)",
-    does="Scales every gradient to `max_norm`, smaller ones as well.",
-    seen="A coefficient without `clamp(max=1)`.",
-    unseen="Early in training every gradient is larger.",
-)
-
 TRAINER.near_miss(
     "trainer.clips-by-default",
     "trainer.clip.none-is-none",
