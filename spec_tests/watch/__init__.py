@@ -23,6 +23,7 @@ In the process of the command:
 
     command   options, exit status            agent     starts, listens, stops
     run       what is known of all ranks      norm      what a norm and a finding are
+    regime    what ranks are to each other: replicas, alone, averaged now and then, parts
     data, numbers, reduction, replayed        the norms of a step
     traffic   the norms of a run              verdict   findings to causes; `page` shows them
     compare   two runs of one script

@@ -24,8 +24,9 @@ from spec_tests.rig.report.text import several
 # `data`, `numbers`, `reduction`, `replayed` and `traffic` register norms.
 from spec_tests.watch import compare, data, numbers, reduction, replayed, traffic  # noqa: F401
 from spec_tests.watch.norm import STEP_CHECKS, Finding, is_must
-from spec_tests.watch.run import Rank, Run, Step, no_replicas
-from spec_tests.watch.verdict import APART, ORDER, Verdict, causes_of
+from spec_tests.watch.regime import Regimes
+from spec_tests.watch.run import Rank, Run, Step
+from spec_tests.watch.verdict import ORDER, Verdict, causes_of
 
 BOOT = Path(__file__).parent / "boot"
 _GRACE_SECONDS = 3.0
@@ -48,7 +49,7 @@ class Agent:
     """Listens to the ranks of one command, and runs the checks as their events come."""
 
     def __init__(self, options: argparse.Namespace, scratch: str) -> None:
-        self.run = Run(groups=options.replicas)
+        self.run = Run(regimes=Regimes(options.replicas))
         self.findings: list[Finding] = []
         self.moved_to = ""
         self._options = options
@@ -123,7 +124,7 @@ class Agent:
             now = time.monotonic()
             if child.poll() is None:
                 is_blocked = self._looks_blocked(now)
-                if is_blocked or (self._options.fail_fast and any(map(is_must, self.findings))):
+                if is_blocked or (self._options.fail_fast and any(map(is_must, self.weighed()))):
                     self._was_stopped = True
                     child.stop(signal.SIGTERM)
                 continue
@@ -171,10 +172,7 @@ class Agent:
         if rank is None:
             return ()
         if kind == "collectives":
-            rank.read_until = event["t"]
-            found = self.run.take_collectives(rank, event["items"], event["missed"])
-            self.run.has_small_groups |= event["small"]
-            return self._traffic.take(rank, found)
+            return self._traffic.take(rank, self.run.take_collectives(rank, event))
         if kind == "step":
             # It may have come while the rank of its number before it was still closing.
             self.run.ranks.setdefault(rank.rank, rank)
@@ -231,11 +229,12 @@ class Agent:
     def _begin_anew(self) -> None:
         """Close the books of a run whose ranks have ended, and open those of the next."""
         self._report_end(self.run)
+        self.findings = [dataclasses.replace(f, optimizer=None) for f in self.weighed()]
         self._went_on = len(self.findings)
         self._steps += max(self.run.steps_taken().values(), default=0)
         self._ranks_seen = max(self._ranks_seen, len(self.run.ranks))
-        kept = ("timeline", "notes", "groups", "records")
-        self.run = Run(**{name: getattr(self.run, name) for name in kept})
+        kept = {name: getattr(self.run, name) for name in ("timeline", "notes", "records")}
+        self.run = Run(**kept, regimes=Regimes(self._options.replicas))
         self._traffic = traffic.Traffic()
 
     def _report(self, findings: Iterable[Finding]) -> None:
@@ -243,8 +242,14 @@ class Agent:
             known = sum(finding.norm == each.norm for each in self.findings)
             if known < _KEPT:
                 self.findings.append(dataclasses.replace(finding, at=time.monotonic()))
-            if not known and is_must(finding):
-                _say(f"[{finding.norm}] {finding.text}")
+            weighed = self.run.regimes.weigh(finding)
+            if not known and weighed is not None and is_must(weighed):
+                right = weighed.likely.partition("; right if ")[2]
+                _say(f"[{finding.norm}] {finding.text}" + f"; right if {right}" * bool(right))
+
+    def weighed(self) -> list[Finding]:
+        """Return what is found, as it weighs by what the run has shown until now."""
+        return [each for each in map(self.run.regimes.weigh, self.findings) if each is not None]
 
     def _report_end(self, run: Run) -> None:
         found = [*traffic.ends(run), *traffic.as_many_steps(run)]
@@ -297,28 +302,19 @@ class Agent:
     def verdict(self, own: int) -> Verdict:
         """Return what was found, when the command has ended with status `own`."""
         run = self.run
-        is_cut = any(rank.is_done for rank in run.ranks.values())
-        if not own or is_cut:  # started again by torchrun, or killed to show that it can be resumed
-            earlier = [f for f in self.findings[: self._went_on] if f.norm == "watch.run.ends"]
-            how = "--steps ended its ranks" if own else "ended with 0"
-            self._doubt(earlier, f"the command went on and {how}")
+        run.regimes.is_cut = any(rank.is_done for rank in run.ranks.values())
+        if not own or run.regimes.is_cut:  # started again, or killed to show that it can be resumed
+            likely = "the command went on and "
+            likely += "--steps ended its ranks" if own else "ended with 0"
+            for index, each in enumerate(self.findings[: self._went_on]):
+                if each.norm == "watch.run.ends":
+                    self.findings[index] = dataclasses.replace(each, likely=likely, is_advice=True)
         if not self._was_stopped:
             self._report_end(run)
-        if run.mixed:
-            words = "right if ranks are meant to exchange weights in place of gradients, as they "
-            words += f"did before {run.mixed}"
-            self._doubt([f for f in self.findings if f.norm in APART], words)
-        silent = [f for f in self.findings if f.likely.endswith(reduction.LATER)]
-        taken = min(run.steps_taken().values(), default=0)
-        if is_cut and len(silent) >= min(taken, _KEPT) > 0:  # before a first average, perhaps
-            words = f"{silent[0].likely}: run it for more --steps, or without the option"
-            self._doubt([f for f in self.findings if f.norm in APART], words)
-        if run.doubt and not run.groups:  # a message that came after the first findings
-            early = [f for f in self.findings if f.needs_replicas and not f.is_advice]
-            self._doubt(early, no_replicas(run.doubt))
         steps = self._steps + max(run.steps_taken().values(), default=0)
         unseen = list(dict.fromkeys(run.notes))
-        status = int(any(self._options.strict or is_must(each) for each in self.findings))
+        findings = self.weighed()
+        status = int(any(self._options.strict or is_must(each) for each in findings))
         if not status and not steps:
             status = 0 if self.moved_to else 2
             unseen.append(self._why_nothing(own))
@@ -326,15 +322,9 @@ class Agent:
         parts, compared = False, ""
         if self._options.compare is not None and steps:
             parts, compared = compare.compare(run.records, self._options.compare)
-        found = causes_of(self.findings)
+        found = causes_of(findings)
         said = (run.replayed, compared, self._is_compared)
         return Verdict(status or int(parts), found, steps, ranks, unseen, *said)
-
-    def _doubt(self, found: Sequence[Finding], likely: str) -> None:
-        """Turn some of the findings into advice."""
-        for index, each in enumerate(self.findings):
-            if each in found:
-                self.findings[index] = dataclasses.replace(each, likely=likely, is_advice=True)
 
     def _why_nothing(self, own: int) -> str:
         if self.moved_to:

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from spec_tests.watch.norm import Finding, rank_norm, step_norm
-from spec_tests.watch.run import Event, Step, unequal
+from spec_tests.watch.norm import About, Finding, rank_norm, step_norm
+from spec_tests.watch.run import Event, Step
 
 _DDP = "docs.pytorch.org/docs/stable/notes/ddp.html"
 _DOCS = "docs.pytorch.org/docs/stable/data.html#torch.utils.data"
@@ -22,7 +22,7 @@ _KEPT = 200_000  # batches: a run that has more is not looked at further
 _PASSES = 4  # that a rank may be in by turns, each over a loader of its own
 
 
-@step_norm("watch.batches.distinct", source=_SAMPLER)
+@step_norm("watch.batches.distinct", source=_SAMPLER, about=About.PEERS)
 def batches_distinct(step: Step) -> Iterator[Finding]:
     """A rank MUST NOT train on the batch that another data-parallel rank has in the same step."""
     for first, rank in step.pairs():
@@ -45,7 +45,6 @@ def batches_distinct(step: Step) -> Iterator[Finding]:
                 place=step.events[rank]["forwards"][0]["place"],
                 likely=likely + "; right if its targets are others" * (is_sure is None),
                 is_advice=is_sure is None,
-                needs_replicas=True,
             )
 
 
@@ -65,7 +64,7 @@ def _compare_with_the_same(step: Step, ranks: tuple[int, int], is_whole: bool) -
     # Losses that differ have other targets, unless the forward is random or the weights differ.
     is_off = None not in (one, other) and not math.isclose(one, other, rel_tol=1e-3)
     is_off = is_off and not any(f["drops"] for r in ranks for f in step.events[r]["forwards"])
-    is_off = is_off and not any(unequal(step, "before", every=True))
+    is_off = is_off and not any(step.unequal("before", every=True))
     if are_seen:
         return True if mine == theirs and not is_off else None
     if is_off:
@@ -76,7 +75,7 @@ def _compare_with_the_same(step: Step, ranks: tuple[int, int], is_whole: bool) -
     return True if is_exact and math.frexp(one)[0] * 2**_HALF % 1 > 0 else None
 
 
-@step_norm("watch.batches.not-repeated", source=_SAMPLER)
+@step_norm("watch.batches.not-repeated", source=_SAMPLER, about=About.PEERS)
 def batches_not_repeated(step: Step) -> Iterator[Finding]:
     """A rank MUST NOT train on a batch that another rank has had earlier in the same epoch."""
     run, seen = step.run, step.run.seen
@@ -102,7 +101,6 @@ def batches_not_repeated(step: Step) -> Iterator[Finding]:
                     f"expected new data, got the batch that rank {other} had in step {number}",
                     place=step.events[rank]["forwards"][0]["place"],
                     likely="ranks walk through the same data with different offsets",
-                    needs_replicas=True,
                 )
     for rank, event in step.events.items():
         for batch in _large(event):
@@ -126,7 +124,7 @@ def _size(batch: tuple[Any, ...]) -> int:
     return max(math.prod(shape) for _, _, shape in batch)
 
 
-@step_norm("watch.steps.same", source=_DDP)
+@step_norm("watch.steps.same", source=_DDP, about=About.PEERS)
 def steps_same(step: Step) -> Iterator[Finding]:
     """All ranks MUST take the same steps: none skips an update that another one takes."""
     windows = {rank: len(event["forwards"]) for rank, event in step.events.items()}
@@ -134,7 +132,7 @@ def steps_same(step: Step) -> Iterator[Finding]:
     usual = step.run.usual.setdefault(step.optimizer, set())
     is_usual = usual == {few} and step.number > _FEW
     usual |= {*windows.values()}
-    if step.is_alone or few == many:
+    if few == many:
         return
     rank = next(r for r, n in windows.items() if n == many)
     backwards = {event["backwards"] for event in step.events.values()}
@@ -158,7 +156,7 @@ def steps_same(step: Step) -> Iterator[Finding]:
         )
 
 
-@step_norm("watch.replicas.buffers", source=_DDP)
+@step_norm("watch.replicas.buffers", source=_DDP, about=About.PEERS)
 def buffers_equal(step: Step) -> Iterator[Finding]:
     """Floating-point buffers SHOULD be equal on all ranks when a forward begins."""
     for first, rank in step.pairs():
@@ -181,14 +179,12 @@ def buffers_equal(step: Step) -> Iterator[Finding]:
                 )
 
 
-@step_norm("watch.dropout.differs", source=_RANDOMNESS)
+@step_norm("watch.dropout.differs", source=_RANDOMNESS, about=About.PEERS)
 def dropout_differs(step: Step) -> Iterator[Finding]:
     """Data-parallel ranks SHOULD drop different elements: their random states differ."""
     for peers in step.peers():
         pairs = zip(*(step.events[rank]["forwards"] for rank in peers), strict=False)
         drops = [pair for pair in pairs if all(forward["drops"] for forward in pair)]
-        if step.doubt:
-            continue  # layers of their own, perhaps
         if len(peers) > 1 and drops and all(len({f["random"] for f in p}) == 1 for p in drops):
             yield step.finding(
                 None,
@@ -208,7 +204,7 @@ def _feeds(step: Step) -> Iterator[dict[int, Any]]:
             yield feeds
 
 
-@step_norm("watch.samples.one-split", source=_SAMPLER)
+@step_norm("watch.samples.one-split", source=_SAMPLER, about=About.PEERS)
 def one_split(step: Step) -> Iterator[Finding]:
     """Ranks MUST divide one order of the samples: each its own part, with one seed and epoch."""
     for feeds in _feeds(step):
@@ -225,7 +221,6 @@ def one_split(step: Step) -> Iterator[Finding]:
                     place=feeds[rank]["place"],
                     likely=wrong[1],
                     is_advice=splits[first]["size"] != split["size"],
-                    needs_replicas=True,
                 )
 
 
@@ -278,12 +273,12 @@ _SHARED = {
 }
 
 
-@step_norm("watch.samples.divided", source=_SAMPLER)
+@step_norm("watch.samples.divided", source=_SAMPLER, about=About.PEERS)
 def samples_divided(step: Step) -> Iterator[Finding]:
     """Data-parallel ranks SHOULD divide the samples of an epoch among them."""
     for feeds in _feeds(step):
         seen = {rank: _epoch(step, rank, feed) for rank, feed in feeds.items()}
-        if step.doubt or not all(_is_whole(step.events[rank]) for rank in feeds):
+        if not all(_is_whole(step.events[rank]) for rank in feeds):
             continue
         is_one = len({feed["data"] for feed in feeds.values()}) == 1
         first, *others = feeds
@@ -341,7 +336,7 @@ def shuffled_anew(step: Step, rank: int, event: Event) -> Finding | None:
     )
 
 
-@step_norm("watch.samples.draws-differ", source=f"{_RANDOMNESS}#dataloader")
+@step_norm("watch.samples.draws-differ", source=f"{_RANDOMNESS}#dataloader", about=About.PEERS)
 def draws_differ(step: Step) -> Iterator[Finding]:
     """Random numbers that samples are made with SHOULD differ between data-parallel ranks."""
     for feeds in _feeds(step):

@@ -16,13 +16,25 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from enum import Enum
 from typing import Any
 
 from spec_tests.rig.clause import Clause, _validate
 from spec_tests.rig.outcomes import Strength
 
+
+class About(Enum):
+    """What a norm says something about: `regime` has when a deviation is a fault."""
+
+    ITSELF = "a rank by itself, a wrapper, or what all ranks must do"
+    EQUAL = "weights that ranks hold alike at each step"
+    BEGIN = "weights that ranks begin with alike"
+    PEERS = "ranks that train on different data, and do the same with it"
+
+
 NORMS: dict[str, Clause] = {}
-"""Every check of a running script, by id, in the order in which causes come before effects."""
+"""Every check of a running script, by id."""
+ABOUT: dict[str, About] = {}
 
 
 @dataclass(frozen=True)
@@ -38,9 +50,10 @@ class Finding:
         place: the script's line, or "".
         likely: the likely cause, or "".
         is_advice: reported, and without weight for the exit status.
+        optimizer: whose regime weighs it; None for what no regime changes.
+        kind: of the parameters that it is about, as `Regimes.of` takes it.
         is_first: an exception that no other rank caused: what came with it follows from it.
         at: when it was seen, in the agent's seconds.
-        needs_replicas: a fault only if ranks are replicas; a later event may deny it.
     """
 
     norm: str
@@ -53,7 +66,8 @@ class Finding:
     is_advice: bool = False
     is_first: bool = False
     at: float = 0.0
-    needs_replicas: bool = False
+    optimizer: int | None = None
+    kind: str = "wrapped"
 
 
 Check = Callable[..., Iterator[Finding]]
@@ -62,7 +76,7 @@ STEP_CHECKS: dict[str, Check] = {}
 """The checks of a step, by the id of their norm."""
 
 
-def norm(id: str, *, source: str) -> Callable[[Check], Check]:
+def norm(id: str, *, source: str, about: About = About.ITSELF) -> Callable[[Check], Check]:
     """Register a check under the norm that its docstring begins with, and name it in findings.
 
     Of several findings of one norm, the first is reported.
@@ -86,23 +100,23 @@ def norm(id: str, *, source: str) -> Callable[[Check], Check]:
 
         worlds, everywhere = (1, 2, 3), ("gloo", "cuda")
         fields = (strength, "correct", (), (), source, worlds, everywhere, "", named)
-        NORMS[id] = Clause(id, sentence, *fields)
+        NORMS[id], ABOUT[id] = Clause(id, sentence, *fields), about
         return named
 
     return register
 
 
-def step_norm(id: str, *, source: str) -> Callable[[Check], Check]:
+def step_norm(id: str, *, source: str, about: About = About.ITSELF) -> Callable[[Check], Check]:
     """Register a check `(step) -> findings` that is asked of each step."""
 
     def register(check: Check) -> Check:
-        STEP_CHECKS[id] = norm(id, source=source)(check)
+        STEP_CHECKS[id] = norm(id, source=source, about=about)(check)
         return STEP_CHECKS[id]
 
     return register
 
 
-def rank_norm(id: str, *, source: str) -> Callable[[RankCheck], Check]:
+def rank_norm(id: str, *, source: str, about: About = About.ITSELF) -> Callable[[RankCheck], Check]:
     """Register a check `(step, rank, event) -> finding` that is asked of each rank of a step."""
 
     def register(check: RankCheck) -> Check:
@@ -111,7 +125,7 @@ def rank_norm(id: str, *, source: str) -> Callable[[RankCheck], Check]:
             found = (check(step, rank, event) for rank, event in step.events.items())
             return filter(None, found)
 
-        return step_norm(id, source=source)(of_ranks)
+        return step_norm(id, source=source, about=about)(of_ranks)
 
     return register
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from spec_tests.watch.norm import Finding, rank_norm, step_norm
-from spec_tests.watch.run import Event, Step, unequal
+from spec_tests.watch.norm import About, Finding, rank_norm, step_norm
+from spec_tests.watch.run import Event, Step
 
 _JUMP = 5.0  # a schedule changes the rate by less from one step to the next
 _FEW_TOKENS = 16  # so few may be the number of something else
@@ -156,7 +156,11 @@ def schedule_per_update(step: Step, rank: int, event: Event) -> Finding | None:
 # ----------------------------------------------------------------------------------------- clipping
 
 
-@step_norm("watch.clip.norm", source=f"{_DOCS}/generated/torch.nn.utils.clip_grad_norm_.html")
+@step_norm(
+    "watch.clip.norm",
+    source=f"{_DOCS}/generated/torch.nn.utils.clip_grad_norm_.html",
+    about=About.PEERS,
+)
 def clip_norm(step: Step) -> Iterator[Finding]:
     """Clipping MUST use the norm of the whole gradient that the optimizer steps with."""
     clips = {rank: event["clip"] for rank, event in step.events.items() if event["clip"]}
@@ -167,7 +171,7 @@ def clip_norm(step: Step) -> Iterator[Finding]:
             rank = next(rank for rank in step.events if rank not in clips)
             words = f"expected clipped gradients as on rank {min(clips)}, got others"
             likely = "only some ranks clip: the others keep the whole gradient"
-            yield step.finding(rank, words, place=place, likely=likely, needs_replicas=True)
+            yield step.finding(rank, words, place=place, likely=likely)
             return
         if clip["partial"]:  # added to, after they were clipped
             yield step.finding(
@@ -194,7 +198,7 @@ def _are_equal_replicas(step: Step, clips: dict[int, Any]) -> bool:
     """Return whether ranks have clipped whole gradients, and are seen to step with equal ones."""
     kinds = {part[1] for clip in clips.values() for part in clip["parts"]}
     compared = any(None not in values.values() for _, _, values in step.replicas("grads"))
-    return kinds <= {"ddp", "plain"} and compared and not any(unequal(step, "grads", every=True))
+    return kinds <= {"ddp", "plain"} and compared and not any(step.unequal("grads", every=True))
 
 
 def _clipped_otherwise(clip: Any, whole: float) -> tuple[str, str] | None:

@@ -6,12 +6,10 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from spec_tests.watch.norm import Finding, rank_norm, step_norm
-from spec_tests.watch.run import Event, Step, unequal
+from spec_tests.watch.norm import About, Finding, rank_norm, step_norm
+from spec_tests.watch.regime import Regime
+from spec_tests.watch.run import Event, Step
 
-LATER = "; right if ranks average their weights later"
-_ALONE = "nothing reduces their gradients, so that the ranks train alone: wrap the model in DDP"
-_QUIET_STEPS, _FEW = 3, 64  # elements that collectives may carry, such as a loss that is shown
 _DDP = "docs.pytorch.org/docs/stable/notes/ddp.html"
 _LI = "Li et al. 2020, section 3.2"
 _FSDP = "docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html"
@@ -165,21 +163,20 @@ def stay_tied(step: Step, rank: int, event: Event) -> Finding | None:
     return Finding("", text, step.number, rank, first, step.place(rank), likely)
 
 
-@step_norm("watch.gradients.equal", source=_LI)
+@step_norm("watch.gradients.equal", source=_LI, about=About.EQUAL)
 def gradients_equal(step: Step) -> Iterator[Finding]:
     """Gradients of replicated parameters MUST be equal on all ranks when the step begins."""
-    wrong = {name for name, _, _ in unequal(step, "after")}
+    wrong = {name for name, _, _ in step.unequal("after")}
     # By hand, a gradient may be whole on the rank alone that updates the parameter.
     ddp = {name for name, kind, _ in step.replicas("grads") if kind == "ddp"}
-    found = [each for each in unequal(step, "grads") if each[0] in wrong | ddp]
+    found = [each for each in step.unequal("grads") if each[0] in wrong | ddp]
     if not found:
         return
-    name, rank, values = found[0]
+    name, rank, values = _first(found)
     lacks = [r for r, v in values.items() if v is None]
     micro_batches, likely = _reduced_ones(step, rank)
     if all(e["reduced"] == 0 and e["is_complete"] for e in step.events.values()):
         likely = "nothing was reduced in this step"
-        likely += LATER * (found[0][0] not in ddp)
     if lacks and not likely:
         likely = f"rank {lacks[0]} did not use the parameter"
     gone = [r for r in values if step.events[r]["joined"]]
@@ -194,7 +191,6 @@ def gradients_equal(step: Step) -> Iterator[Finding]:
         name,
         likely=likely,
         is_advice=bool(gone),
-        needs_replicas=True,
     )
 
 
@@ -217,129 +213,58 @@ def _reduced_ones(step: Step, rank: int) -> tuple[str, str]:
     return f"; of {len(flags)}, DDP reduced {words}{off * bool(left)}", likely
 
 
-@step_norm("watch.replicas.begin-equal", source=_LI)
+@step_norm("watch.replicas.begin-equal", source=_LI, about=About.BEGIN)
 def replicas_begin_equal(step: Step) -> Iterator[Finding]:
     """Replicated parameters MUST be equal on all ranks before the first step."""
-    if step.number == _QUIET_STEPS and step.is_alone:
-        yield from _parts_of_one_data_set(step)
-    found = list(unequal(step, "before", every=True)) if step.number == 1 else []
-    if not found:
-        return
-    step.run.unequal_starts.add(step.optimizer)
-    name, rank, values = found[0]
-    names = {each[0] for each in found}
-    added = _added(step, names)
-    reduces = _are_reduced(step, names)
-    if not reduces and not any(e["is_held"] and e["name"] in names for e in step.layout(rank)):
-        return  # no module's, such as a shard that this rank updates
-    is_meant = "; right if each rank is to train a model of its own" * step.is_alone
-    ask = step.ask(_unwrapped(step, names) or _ALONE + is_meant)
+    found = list(step.unequal("before", every=True)) if step.number == 1 else []
+    entries = {entry["name"]: entry for entry in step.layout(min(step.events))}
+    is_held = any(entries[name]["is_held"] for name, *_ in found)
+    if not found or (not is_held and step.regime is not Regime.REPLICAS):
+        return  # nothing, or no module's, such as a shard that this rank updates
+    name, rank, values = _first(sorted(found, key=lambda each: not entries[each[0]]["is_added"]))
+    wrapped = [each for each in entries.values() if each["kind"] == "ddp"]
+    likely = "the first weights were not broadcast"
+    if entries[name]["is_added"]:
+        likely = "the parameter was added after the model was wrapped, whose wrapper neither "
+        likely += "broadcasts nor reduces it"
+    elif entries[name]["kind"] == "plain" and wrapped:
+        likely = f"its model is not wrapped, while that of {len(wrapped)} other parameters of the "
+        likely += "optimizer is"
     yield step.finding(
         rank,
         f"expected the weights of rank {min(values)} before the first step, got others "
         f"({_several(found, step)})",
         name,
-        likely=added or ("the first weights were not broadcast" if reduces else ask),
-        is_advice=not (reduces or added or step.run.groups),
+        likely=likely,
     )
 
 
-def _parts_of_one_data_set(step: Step) -> Iterator[Finding]:
-    """Ranks of an ensemble have all data, or data of their own: these divide theirs."""
-    splits = [(event["feed"] or {}).get("split") for event in step.events.values()]
-    parts = {split["part"] for split in splits if split and split["parts"] == len(splits)}
-    is_quiet = all(e["is_complete"] and e["carried"] <= _FEW for e in step.events.values())
-    found = list(unequal(step, "after", every=True))
-    if len(parts) == len(splits) and is_quiet and found:
-        name, rank, values = found[0]
-        yield step.finding(
-            rank,
-            f"expected the weights of rank {min(values)}, since a DistributedSampler divides one "
-            "data set among the ranks, got weights of its own from the start, and no gradient that "
-            f"was exchanged in {step.number} steps ({_several(found, step)})",
-            name,
-            likely=_ALONE,
-        )
-
-
-def _unwrapped(step: Step, names: set[str]) -> str:
-    """Return in words that one of the models of an optimizer has no wrapper, but another has."""
-    wrapped = [e["name"] for e in step.layout(min(step.events)) if e["kind"] == "ddp"]
-    if not wrapped or names & {*wrapped}:
-        return ""
-    count = len(wrapped)
-    return f"its model is not wrapped, while that of {count} other parameters of the optimizer is"
-
-
-def _added(step: Step, names: set[str]) -> str:
-    """Return in words that trained parameters were added to a model that was wrapped before."""
-    for event in step.events.values() if not step.doubt and not step.run.has_all_to_all else ():
-        pairs = zip(event["layout"], event["grads"], strict=True)
-        if any(e["is_added"] and e["name"] in names and grad is not None for e, grad in pairs):
-            return (
-                "the parameter was added after the model was wrapped, whose wrapper neither "
-                "broadcasts nor reduces it"
-            )
-    return ""
-
-
-def _are_reduced(step: Step, names: set[str]) -> bool:
-    """Return whether ranks reduce the gradients of some parameters: then these are replicas."""
-    if not any(e["reduced"] >= e["distinct"] > 0 for e in step.events.values()):
-        return False
-    grads = [(kind, [*of.values()]) for n, kind, of in step.replicas("grads") if n in names]
-    return any(kind != "plain" or (of[0] and of == of[:1] * len(of)) for kind, of in grads)
-
-
-@step_norm("watch.replicas.equal", source=_LI)
+@step_norm("watch.replicas.equal", source=_LI, about=About.EQUAL)
 def replicas_equal(step: Step) -> Iterator[Finding]:
     """Replicated parameters MUST be equal on all ranks after an optimizer step."""
-    found = list(unequal(step, "after"))
-    # What ranks have apart, another optimizer may step next: one of the next round, an outer one.
-    same = repr([(entry["name"], entry["shape"]) for entry in step.layout(min(step.events))])
-    last = step.run.apart.pop(same, None)
-    if last is not None and _are_mixed(step, last):
-        at = f"step {step.number} at {step.place(min(step.events))}"
-        step.run.mixed = step.run.mixed or at
-    if found:
-        step.run.apart[same] = step
+    found = list(step.unequal("after"))
+    if not found:
+        return
     loaded = {bool(event["loaded"]): rank for rank, event in reversed(step.events.items())}
     words = "rank {} loaded a state for its optimizer, rank {} did not"
-    for name, rank, values in found[:1]:
-        yield step.finding(
-            rank,
-            f"expected the weights of rank {min(values)} after the step, got others "
-            f"({_several(found, step)})",
-            name,
-            likely=words.format(loaded[True], loaded[False]) if len(loaded) == 2 else "",
-            needs_replicas=True,
-        )
+    name, rank, values = _first(found)
+    yield step.finding(
+        rank,
+        f"expected the weights of rank {min(values)} after the step, got others "
+        f"({_several(found, step)})",
+        name,
+        likely=words.format(loaded[True], loaded[False]) if len(loaded) == 2 else "",
+    )
 
 
-def _are_mixed(step: Step, last: Step) -> bool:
-    """Return whether ranks sent each other the weights that a step left apart, and changed them.
-
-    All ranks change theirs, to those of no rank; or all have those of the one that had the sum of
-    the gradients (`dist.reduce`) alone. If only a part is exchanged, it is equal on all ranks then.
-    """
-    apart = {name: [*values.values()] for name, _, values in unequal(last, "after")}
-    sizes = {entry["name"]: math.prod(entry["shape"]) for entry in step.layout(min(step.events))}
-    since = {rank: event["t"] for rank, event in last.events.items()}
-    sent = (step.run.ranks[r].carried(since[r], e["begun"]) for r, e in step.events.items())
-    off = {name for name, _, _ in unequal(step, "before")}
-    if all(event["rooted"] for event in last.events.values()):
-        new = set() if off else {*apart}
-    else:
-        now = {name: of.values() for name, _, of in step.replicas("before") if name in apart}
-        new = {name for name in now if not any(value in apart[name] for value in now[name])}
-        new = new if new == apart.keys() else new - off
-    return bool(new) and min(sent) >= sum(sizes[name] for name in new)
-
-
-@step_norm("watch.replicas.unheld", source="Tarvainen and Valpola 2017, section 2")
+@step_norm(
+    "watch.replicas.unheld",
+    source="Tarvainen and Valpola 2017, section 2",
+    about=About.EQUAL,
+)
 def unheld_equal(step: Step) -> Iterator[Finding]:
     """Parameters that no optimizer holds, as of a teacher, MUST stay equal if they begin equal."""
-    if list(unequal(step, "after")) or step.optimizer in step.run.unequal_starts:
+    if any(step.unequal("after", every=True)):
         return  # what they are averages of differs
     for peers in step.peers():
         events = {rank: step.events[rank]["unheld"] for rank in peers}
@@ -353,19 +278,24 @@ def unheld_equal(step: Step) -> Iterator[Finding]:
                     f"expected the parameters of a {kind} that no optimizer holds to be those of "
                     f"rank {peers[0]} still, got others",
                     likely="a moving average, or frozen weights, are changed on some ranks alone",
-                    needs_replicas=True,
                 )
+
+
+def _first(found: Sequence[tuple[str, str, dict[int, Any]]]) -> tuple[str, int, dict[int, Any]]:
+    """Return the first tensor that differs, the first rank that does, and the values of all."""
+    name, _, values = found[0]
+    return name, next(r for r, v in values.items() if v != values[min(values)]), values
 
 
 def _several(found: Sequence[Any], step: Step) -> str:
     return f"{len(found)} of {len(step.layout(min(step.events)))} parameters"
 
 
-@step_norm("watch.optimizer.same-options", source=_DDP)
+@step_norm("watch.optimizer.same-options", source=_DDP, about=About.PEERS)
 def same_options(step: Step) -> Iterator[Finding]:
     """Learning rate and weight decay MUST be equal on all ranks."""
     first, *others = step.events
-    for rank in others if not step.is_alone else ():
+    for rank in others:
         pairs = zip(step.events[first]["options"], step.events[rank]["options"], strict=False)
         for group, (theirs, ours) in enumerate(pairs):
             for name, wanted, got in zip(("lr", "weight_decay"), theirs, ours, strict=True):
@@ -373,5 +303,4 @@ def same_options(step: Step) -> Iterator[Finding]:
                     yield step.finding(
                         rank,
                         f"expected {name} {wanted:g} of rank {first} in group {group}, got {got:g}",
-                        is_advice=bool(step.doubt),
                     )

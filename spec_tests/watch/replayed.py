@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from spec_tests.watch.norm import Finding, rank_norm, step_norm
-from spec_tests.watch.run import NAME_REPLICAS, Event, Step
+from spec_tests.watch.norm import About, Finding, rank_norm, step_norm
+from spec_tests.watch.regime import NAME_REPLICAS, Regime
+from spec_tests.watch.run import Event, Step
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,7 +27,11 @@ _VISIBLE = 0.01  # share of a norm that is told where no cause is known
 _CLOSE = 1e-3
 
 
-@step_norm("watch.replay.gradients", source=f"{_LI}; ZeRO, Rajbhandari et al. 2020")
+@step_norm(
+    "watch.replay.gradients",
+    source=f"{_LI}; ZeRO, Rajbhandari et al. 2020",
+    about=About.EQUAL,
+)
 def replayed_gradients(step: Step) -> Iterator[Finding]:
     """The optimizer MUST be given the mean over ranks of what the outputs' gradients demand."""
     replays = {rank: event["replay"] for rank, event in step.events.items() if event.get("replay")}
@@ -51,14 +56,6 @@ def replayed_gradients(step: Step) -> Iterator[Finding]:
             f"({found.words}): right if they are clipped by hand, or if the loss is scaled so"
         )
         return
-    is_part_wrapped = any(entry["kind"] == "ddp" for entry in step.layout(found.rank))
-    if found.words == _OWN and is_part_wrapped and step.optimizer in step.run.unequal_starts:
-        # Parameters that began unequal and are not reduced, in an optimizer where others are.
-        text = "expected the weights of the other ranks before the first step and reduced "
-        text += f"gradients, got others and its own ({found.others + 1} tensors)"
-        likely = "its model is not wrapped, while that of other parameters of the optimizer is"
-        said = step.finding(found.rank, text, found.name, likely=likely)
-        yield replace(said, norm="watch.replicas.begin-equal")
     others = f" ({found.others + 1} tensors)" if found.others else ""
     likely = "a loss that uses parameters directly, or gradients that are changed by hand after "
     likely += "the backward: then this is right"
@@ -75,10 +72,10 @@ def replayed_gradients(step: Step) -> Iterator[Finding]:
 
 def _why_not(step: Step, replays: dict[int, Any]) -> str:
     """Return why a step cannot be judged, or ""."""
-    if step.is_alone:
+    if step.regime is Regime.ALONE:
         return "each rank trains weights of its own, and nothing reduces their gradients"
-    if step.doubt:
-        return f"{step.doubt}; {NAME_REPLICAS}"
+    if step.regime is Regime.PARTS:
+        return f"{step.run.regimes.doubt(step.optimizer)}; {NAME_REPLICAS}"
     reasons: dict[str, list[int]] = {}
     for rank, of in replays.items():
         if "reason" in of:
@@ -100,7 +97,7 @@ def _are_reduced_in_the_step(step: Step, name: str) -> bool:
     return differ and bool(after) and all(of == of[:1] * len(of) for of in (*before, *after))
 
 
-@rank_norm("watch.reduction.mean", source=_LI)
+@rank_norm("watch.reduction.mean", source=_LI, about=About.PEERS)
 def summed_by_hand(step: Step, rank: int, event: Event) -> Finding | None:
     """Gradients that a script sums over the ranks SHOULD be divided by their number."""
     given = math.sqrt(sum(norm**2 for norm in event["norms"] if norm))
@@ -109,7 +106,7 @@ def summed_by_hand(step: Step, rank: int, event: Event) -> Finding | None:
     # Where the loss is not known, whoever asks for a step's values is told what is known.
     is_refused = "reason" in (event["replay"] or {}) and abs(of_losses - 1) > _CLOSE
     is_asked = is_refused or (_is_mean(step) and not event["replay"])
-    if step.doubt or not sums or not is_asked or abs(given - sums) >= _CLOSE * sums:
+    if not sums or not is_asked or abs(given - sums) >= _CLOSE * sums:
         return None
     right = "; right if the loss is divided by their number" * (not _is_mean(step))
     return step.finding(
@@ -187,7 +184,7 @@ class Compared:
 
 def _first_deviation(step: Step, replays: dict[int, Any]) -> Deviation | None:
     batches = max(of["batches"] for of in replays.values())
-    for group in step.run.groups or [list(replays)]:
+    for group in step.run.regimes.named or [list(replays)]:
         files = [Path(replays[rank]["path"]) for rank in group]
         for found in judge(files, batches, _is_mean(step)):
             return replace(found, rank=group[found.rank])

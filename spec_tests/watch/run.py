@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from spec_tests.watch.norm import Finding
+from spec_tests.watch.regime import Regime, Regimes
 
 Event = dict[str, Any]
 REDUCTIONS = ("all_reduce", "allreduce", "reduce_scatter", "reduce")
@@ -21,14 +22,7 @@ _UNSEEN = (
 )
 _BUSY_SECONDS = 0.1  # of the processor, since a rank was last seen to go on
 _EXCHANGES = ("all_to_all", "alltoall", "scatter")
-NAME_REPLICAS = "name the ranks that are replicas, as --replicas 0,1"
 _FLOATS = {"Float", "Double", "Half", "BFloat16"}
-
-
-def no_replicas(doubt: str) -> str:
-    """Return what is likely where it is in doubt whether ranks are replicas of each other."""
-    words = "none, if ranks hold different parts of the model, or average with some others alone"
-    return f"{words}: {doubt}; {NAME_REPLICAS}"
 
 
 class Collective(NamedTuple):
@@ -152,22 +146,31 @@ class Step:
         place: str | None = None,
         likely: str = "",
         is_advice: bool = False,
-        needs_replicas: bool = False,
     ) -> Finding:
         """Return what a check saw in this step: of one rank, or with None of all.
 
         Args:
             text: what was expected and what came; the rank and the tensor are put before it.
             place: the script's line; that which took the step, where it is left out.
-            needs_replicas: right if ranks hold different parts: advice where that is in doubt.
         """
         if rank is not None:
             text = f"rank {rank}{f', {tensor!r}' if tensor else ''}: {text}"
             place = self.place(rank) if place is None else place
-        if needs_replicas and self.doubt:
-            likely, is_advice = self.ask(likely), True
         found = Finding("", text, self.number, rank, tensor, place or "", likely, is_advice)
-        return replace(found, needs_replicas=needs_replicas and any(self._plain))
+        return replace(found, optimizer=self.optimizer, kind=self.kind(tensor))
+
+    def kind(self, tensor: str = "") -> str:
+        """Return the kind of a tensor, or of all, as `Regimes.of` takes it."""
+        entries = self.layout(min(self.events))
+        entries = [entry for entry in entries if entry["name"] == tensor] or entries
+        if any(entry["kind"] != "plain" for entry in entries):
+            return "wrapped"
+        return "added" if any(entry["is_added"] for entry in entries) else "plain"
+
+    @property
+    def regime(self) -> Regime:
+        """What ranks are to each other, as far as the optimizer's parameters have shown it."""
+        return self.run.regimes.of(self.optimizer, self.kind())
 
     def replicas(self, key: str) -> Iterator[tuple[str, str, dict[int, Any]]]:
         """Yield name, kind and rank to value of each tensor that several ranks hold alike.
@@ -197,47 +200,22 @@ class Step:
         for first, *others in self.peers():
             yield from ((first, rank) for rank in others)
 
-    @property
-    def is_alone(self) -> bool:
-        """Whether each rank trained weights of its own from the first step on, as an ensemble."""
-        return self.optimizer in self.run.alone and not self.run.groups
+    def unequal(self, key: str, *, every: bool = False) -> Iterator[tuple[str, str, Any]]:
+        """Yield name, kind, and all values by rank of replicated tensors that differ.
 
-    def begins_alone(self) -> bool:
-        """Return whether ranks begin with weights of their own and exchange no gradients."""
-        kinds = {entry["kind"] for rank in self.events for entry in self.layout(rank)}
-        is_quiet = all(
-            e["is_complete"] and e["carried"] < e["distinct"] for e in self.events.values()
-        )
-        is_quiet = is_quiet and not self.doubt  # no parts of one model, which exchange activations
-        return kinds == {"plain"} and is_quiet and any(unequal(self, "before", every=True))
-
-    @property
-    def doubt(self) -> str:
-        """Why parameters of no known wrapper may be no replicas of each other, or ""."""
-        plain = self._plain
-        if self.run.groups or not any(plain):
-            return ""
-        if any(p != plain[0] for p in plain):
-            return "the ranks' optimizers hold different parameters"
-        talks = any(f["talks"] for event in self.events.values() for f in event["forwards"])
-        return self.run.doubt or "the model communicates in its forward" * talks
-
-    @property
-    def _plain(self) -> list[list[Any]]:
-        """Name and shape of the parameters of no known wrapper, of each rank."""
-        layouts = map(self.layout, self.events)
-        return [[(e["name"], e["shape"]) for e in of if e["kind"] == "plain"] for of in layouts]
-
-    def ask(self, likely: str) -> str:
-        """Return what is likely where it is in doubt whether the ranks hold replicas."""
-        return no_replicas(self.doubt) if self.doubt else likely
+        Args:
+            every: also plain ones of an optimizer whose plain ones begin unequal: told once.
+        """
+        is_told = not every and self.run.regimes.begins_unequal(self.optimizer)
+        for name, kind, values in self.replicas(key):
+            if len({*values.values()}) > 1 and not (is_told and kind == "plain"):
+                yield name, kind, values
 
     def peers(self) -> list[list[int]]:
         """Return the ranks that train on different data, in groups; [] where that is unknown."""
-        if self.is_alone:
-            return []
-        if self.run.groups:
-            found = ([r for r in group if r in self.events] for group in self.run.groups)
+        named = self.run.regimes.named
+        if named:
+            found = ([r for r in group if r in self.events] for group in named)
             return [group for group in found if group]
         groups: dict[tuple[int, ...], set[int]] = {}
         for rank in self.events:
@@ -257,10 +235,7 @@ class Run:
     notes: list[str] = field(default_factory=list)  # what could not be seen
     replayed: str = ""
     is_joined: bool = False  # a script used `Join`: uneven inputs are meant
-    unequal_starts: set[int] = field(default_factory=set)
-    apart: dict[str, Step] = field(default_factory=dict)  # the last step that left weights apart
-    mixed: str = ""  # the step before which ranks exchanged such weights
-    alone: set[int] = field(default_factory=set)  # optimizers: each rank trains weights of its own
+    regimes: Regimes = field(default_factory=Regimes)
     seen: dict[tuple[Any, ...], tuple[int, int]] = field(default_factory=dict)
     looped: bool = False
     usual: dict[int, set[int]] = field(default_factory=dict)  # forwards of a step, by optimizer
@@ -268,10 +243,6 @@ class Run:
     unheld: dict[tuple[int, str], bool] = field(default_factory=dict)  # whether equal at first
     passes: dict[int, dict[int, Any]] = field(default_factory=dict)  # of a rank: their samples
     weights: dict[int, tuple[int, int, float]] = field(default_factory=dict)  # of first losses
-    groups: list[list[int]] = field(default_factory=list)  # ranks that are replicas, as named
-    has_messages: bool = False  # point-to-point
-    has_small_groups: bool = False
-    has_all_to_all: bool = False  # as experts need that are on other ranks
     records: list[Event] = field(default_factory=list)  # what a later run is compared with
     timeline: deque[list[float]] = field(default_factory=lambda: deque(maxlen=_KEPT))
     _waiting: dict[tuple[int, int], dict[int, Event]] = field(default_factory=dict)
@@ -281,17 +252,11 @@ class Run:
         """The number of ranks, as they said it or as many as there are."""
         return max((r.world or 0 for r in self.ranks.values()), default=0) or len(self.ranks)
 
-    @property
-    def doubt(self) -> str:
-        """Why ranks may be no replicas of each other, as far as the whole run shows it, or ""."""
-        if self.has_messages:
-            return "the ranks send each other point-to-point messages"
-        return "the script uses process groups smaller than the world" * self.has_small_groups
-
     def group_of(self, rank: int) -> int | None:
         """Return which group of replicas a rank is in; None if groups are named and it in none."""
-        found = [index for index, group in enumerate(self.groups) if rank in group]
-        return found[0] if found else None if self.groups else 0
+        named = self.regimes.named
+        found = [index for index, group in enumerate(named) if rank in group]
+        return found[0] if found else None if named else 0
 
     def take_step(self, rank: Rank, event: Event) -> Step | None:
         """Take one rank's step; returns the step once all ranks have taken it."""
@@ -303,7 +268,8 @@ class Run:
         rank.forwards += len(event["forwards"])
         event["seen"] = rank.forwards
         event["loss"] = None if event["loss"] is None else event["loss"] / event["scale"]
-        self.has_messages |= event["messages"]
+        if event["messages"]:
+            self.regimes.doubts["the ranks send each other point-to-point messages"] = None
         found = rank.reductions(rank.stepped_at, event["begun"])
         names, reduced = {each.name for each in found}, [each.numel for each in found]
         for size in event["others"]:
@@ -326,16 +292,13 @@ class Run:
             return None
         del self._waiting[optimizer, number]
         step = Step(self, optimizer, number, dict(sorted(events.items())))
-        if number == 1 and step.begins_alone():
-            self.alone.add(optimizer)
+        self.regimes.take(step)
         return step
 
-    def take_collectives(
-        self, rank: Rank, items: Sequence[Sequence[Any]], missed: int
-    ) -> list[Collective]:
+    def take_collectives(self, rank: Rank, event: Event) -> list[Collective]:
         """Take what a rank's flight recorder held; returns it."""
         found = []
-        for when, group, number, name, sizes, dtypes in items:
+        for when, group, number, name, sizes, dtypes in event["items"]:
             # A group of the same name that was made again begins to count anew.
             generation, last = rank.generations.get(group, (0, 0))
             generation += number < last or number == last == 1
@@ -344,9 +307,13 @@ class Run:
             found.append(Collective(when, label, number, name, sizes, dtypes))
         rank.window += found
         rank.issued += len(found)
-        self.has_all_to_all |= any(each.name.startswith(_EXCHANGES) for each in found)
+        if event["small"]:
+            self.regimes.doubts["the script uses process groups smaller than the world"] = None
+        if any(each.name.startswith(_EXCHANGES) for each in found):
+            self.regimes.doubts["the ranks exchange parts of tensors, as experts need it"] = None
+        rank.read_until = event["t"]
         rank.still_since = None if found else rank.still_since
-        rank.missed += missed
+        rank.missed += event["missed"]
         return found
 
     def take_news(self, rank: Rank, kind: str, event: Event) -> None:
@@ -365,14 +332,3 @@ class Run:
     def steps_taken(self) -> dict[int, int]:
         """Return rank to the steps of the optimizer that took most."""
         return {n: max(r.steps.values(), default=0) for n, r in sorted(self.ranks.items())}
-
-
-def unequal(step: Step, key: str, *, every: bool = False) -> Iterator[tuple[str, int, Any]]:
-    """Yield name, first rank that differs, and all values of replicated tensors that differ."""
-    for name, kind, values in step.replicas(key):
-        if kind == "plain" and not every and step.optimizer in step.run.unequal_starts:
-            continue  # reported once; nobody says that they are replicas
-        first = values[min(values)]
-        different = [rank for rank, value in values.items() if value != first]
-        if different:
-            yield name, different[0], values

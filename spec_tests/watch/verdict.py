@@ -60,8 +60,6 @@ _FOLLOWS = {
     "watch.schedule.per-update": (),
 }
 ORDER = list(_FOLLOWS)
-APART = ("watch.gradients.equal", "watch.replicas.equal", "watch.replay.gradients")
-"""What is advice where ranks train alone and average their weights now and then."""
 # What the other ranks of one that raised are seen to do; some seconds before, where it hung first.
 _AT_THE_END = ("watch.collectives.match", "watch.run.goes-on", "watch.steps.as-many")
 # NaN is unequal to itself, in bytes too, and whatever it is multiplied by.

@@ -163,7 +163,7 @@ def test_forks_threads_and_what_is_the_user_s_own_are_left_alone(tmp_path: Path)
 
 def clipped(name: str, kind: str, norm: float) -> Event:
     """What a rank tells of a step with one parameter that was clipped, in what matters here."""
-    entry = {"name": name, "kind": kind, "shape": [2], "ranks": [], "shard": []}
+    entry = {"name": name, "kind": kind, "shape": [2], "ranks": [], "shard": [], "is_added": False}
     clip = {"parts": [[norm, kind, []]], "kind": 2.0, "max": 1.0, "partial": 0, "place": "it.py:1"}
     return {"clip": clip, "layout": [entry], "grads": ["same"], "place": "it.py:2"}
 

@@ -1,0 +1,234 @@
+"""What the parameters of an optimizer are to the ranks: decided here alone, from all that was seen.
+
+A wrapper promises that its parameters are replicas: what deviates is a fault at once. Of "plain"
+parameters, which no wrapper has, only a run shows what they are meant to be: a finding about them
+is kept as it is, and weighed with what is known when somebody asks, at the latest at the end.
+A norm says what it is about (`About`); `_RULES` says in which regimes that is a fault.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from spec_tests.rig.outcomes import Strength
+from spec_tests.watch.norm import ABOUT, NORMS, About, Finding
+
+if TYPE_CHECKING:
+    from spec_tests.watch.run import Step
+
+NAME_REPLICAS = "name the ranks that are replicas, as --replicas 0,1"
+_FIRST = 3  # steps that show whether gradients are exchanged
+_FEW = 64  # elements that collectives may carry, such as a loss that is shown
+_NOTHING = "nothing reduces their gradients, so that the ranks train alone"
+
+
+class Regime(Enum):
+    """What ranks are to each other, as far as the parameters of one optimizer show it."""
+
+    WRAPPED = "DDP, FSDP or --replicas says that they are replicas"
+    REPLICAS = "they begin equal, or their gradients are made equal, and nothing denies it"
+    UNREDUCED = "they are meant to be replicas, and no gradient is exchanged: a wrapper is missing"
+    EARLY = "so far UNREDUCED, in a run that --steps ended: weights may be averaged later"
+    PERIODIC = "ranks have weights of their own after a step, and exchange these now and then"
+    ALONE = "each begins with weights of its own, and no gradient is exchanged: an ensemble"
+    UNKNOWN = "each begins with weights of its own, and something else is exchanged"
+    PARTS = "they hold, or may hold, different parts of a model"
+
+
+_PARTS = "none, if ranks hold different parts of the model, or average with some others alone: "
+_PARTS += f"{{doubt}}; {NAME_REPLICAS}"
+_LATER = f"{_NOTHING}: wrap the model in DDP; right if ranks average their weights later"
+_EXCHANGED = "right if ranks are meant to exchange weights in place of gradients, as they did "
+_DIVIDED = ", though a DistributedSampler divides one data set among them: wrap the model in DDP"
+_SILENT, _ADVICE, _AS_IT_IS = range(3)
+# Where nothing is said here, a finding weighs what its norm does, and its likely cause is its own.
+_RULES: dict[About, dict[Regime, tuple[int, str]]] = {
+    About.ITSELF: {},
+    About.EQUAL: {
+        Regime.UNREDUCED: (_AS_IT_IS, _LATER),
+        Regime.EARLY: (_ADVICE, f"{_LATER}: run it for more --steps, or without the option"),
+        Regime.PERIODIC: (_ADVICE, f"{_EXCHANGED}before {{exchange}}"),
+        Regime.ALONE: (_SILENT, ""),
+        Regime.PARTS: (_ADVICE, _PARTS),
+    },
+    About.PEERS: {Regime.ALONE: (_SILENT, ""), Regime.PARTS: (_ADVICE, _PARTS)},
+    About.BEGIN: {
+        Regime.UNREDUCED: (_AS_IT_IS, _NOTHING + _DIVIDED),
+        Regime.ALONE: (
+            _ADVICE,
+            f"{_NOTHING}: wrap the model in DDP; right if each rank is to train a model of its own",
+        ),
+        Regime.UNKNOWN: (_ADVICE, ""),
+        Regime.PARTS: (_ADVICE, _PARTS),
+    },
+}
+
+
+@dataclass
+class Seen:
+    """What was seen of one optimizer.
+
+    Attributes:
+        unequal: the plain parameters that begin unequal.
+        is_quiet: in its first steps no collective carried half as much as its gradients.
+        is_reduced: some of those that begin unequal were given equal gradients.
+        is_divided: a DistributedSampler divides one data set among ranks that exchange nothing.
+        has_held: a step moved the weights and left them equal.
+        doubt: why plain parameters may be no replicas, or "".
+    """
+
+    unequal: set[str] = field(default_factory=set)
+    is_quiet: bool = True
+    is_reduced: bool = False
+    is_divided: bool = False
+    has_held: bool = False
+    doubt: str = ""
+
+
+@dataclass
+class Regimes:
+    """What a run has shown so far, and how findings weigh by it.
+
+    Attributes:
+        named: the ranks that the user says are replicas, in groups.
+        is_cut: --steps has ended the run.
+        exchange: the step before which ranks exchanged weights that were apart, or "".
+        doubts: what shows, in the whole run, that ranks may be no replicas.
+    """
+
+    named: list[list[int]] = field(default_factory=list)
+    is_cut: bool = False
+    exchange: str = ""
+    doubts: dict[str, None] = field(default_factory=dict)
+    _seen: dict[int, Seen] = field(default_factory=dict)
+    _apart: dict[str, Step] = field(default_factory=dict)  # the last step that left weights apart
+
+    def of(self, optimizer: int, kind: str) -> Regime:
+        """Return the regime of an optimizer's parameters.
+
+        Args:
+            kind: "wrapped"; "added" to a model that was wrapped before; or "plain".
+        """
+        seen = self._seen.get(optimizer, Seen())
+        if kind == "wrapped" or self.named:
+            return Regime.PERIODIC if self.exchange else Regime.WRAPPED
+        if self.doubt(optimizer):
+            return Regime.PARTS
+        if kind == "added" or seen.is_reduced:
+            return Regime.WRAPPED if kind == "added" else Regime.REPLICAS
+        if seen.unequal and not seen.is_divided:
+            return Regime.ALONE if seen.is_quiet else Regime.UNKNOWN
+        if self.exchange:
+            return Regime.PERIODIC
+        if not seen.is_quiet or seen.has_held:
+            return Regime.REPLICAS
+        return Regime.EARLY if self.is_cut and not seen.unequal else Regime.UNREDUCED
+
+    def doubt(self, optimizer: int) -> str:
+        """Return why an optimizer's plain parameters may be no replicas, or ""."""
+        own = self._seen[optimizer].doubt if optimizer in self._seen else ""
+        return "" if self.named else own or next(iter(self.doubts), "")
+
+    def begins_unequal(self, optimizer: int) -> bool:
+        """Return whether plain parameters begin unequal: that is told once."""
+        return optimizer in self._seen and bool(self._seen[optimizer].unequal)
+
+    @property
+    def are_apart(self) -> bool:
+        """Whether ranks go ways of their own for some steps, so that these may be uneven."""
+        found = (self.of(optimizer, "plain") for optimizer in self._seen)
+        return bool(self.exchange) or Regime.ALONE in found
+
+    def weigh(self, finding: Finding) -> Finding | None:
+        """Return a finding as it weighs by what is known now; None where it is no fault."""
+        about = ABOUT[finding.norm]
+        if finding.optimizer is None:
+            return finding
+        regime = self.of(finding.optimizer, finding.kind)
+        weight, likely = _RULES[about].get(regime, (_AS_IT_IS, ""))
+        is_should = NORMS[finding.norm].strength is not Strength.MUST
+        if weight == _SILENT or (weight == _ADVICE and is_should):
+            return None
+        known = {"doubt": self.doubt(finding.optimizer), "exchange": self.exchange}
+        words = likely.format(**known, likely=finding.likely) or finding.likely
+        return replace(finding, likely=words, is_advice=finding.is_advice or weight == _ADVICE)
+
+    # ------------------------------------------------------------------------------- what is seen
+
+    def take(self, step: Step) -> None:
+        """Take what a step shows, before it is judged."""
+        seen = self._seen.setdefault(step.optimizer, Seen())
+        events = step.events.values()
+        if step.number == 1:
+            found = step.unequal("before", every=True)
+            seen.unequal = {name for name, kind, _ in found if kind == "plain"}
+            seen.is_reduced = _are_reduced(step, seen.unequal)
+        if step.number <= _FIRST:
+            seen.is_quiet &= all(
+                e["is_complete"] and 2 * e["carried"] < max(e["distinct"], 1) for e in events
+            )
+        if step.number == _FIRST and seen.is_quiet and seen.unequal:
+            seen.is_divided = _divide_one_data_set(step)
+        seen.doubt = seen.doubt or _doubt(step)
+        is_equal = not any(step.unequal("after", every=True))
+        seen.has_held |= is_equal and all(event["moved"] for event in events)
+        self._look_for_exchange(step)
+
+    def _look_for_exchange(self, step: Step) -> None:
+        # What is apart another optimizer may step next: one of the next round, an outer one.
+        first = min(step.events)
+        same = repr([(entry["name"], entry["shape"]) for entry in step.layout(first)])
+        last = self._apart.pop(same, None)
+        if last is not None and not self.exchange and _are_exchanged(step, last):
+            self.exchange = f"step {step.number} at {step.place(first)}"
+        if any(step.unequal("after")):
+            self._apart[same] = step
+
+
+def _are_reduced(step: Step, names: set[str]) -> bool:
+    """Return whether ranks reduce the gradients of some plain parameters: these are replicas."""
+    if not any(event["reduced"] >= event["distinct"] > 0 for event in step.events.values()):
+        return False
+    grads = [{*values.values()} for name, _, values in step.replicas("grads") if name in names]
+    return any(len(of) == 1 and None not in of for of in grads)
+
+
+def _divide_one_data_set(step: Step) -> bool:
+    """Return whether a DistributedSampler gives each rank its part, and nothing is exchanged."""
+    events = step.events.values()
+    splits = [split for e in events if e["feed"] and (split := e["feed"]["split"])]
+    parts = {split["part"] for split in splits if split["parts"] == len(events)}
+    is_silent = all(event["carried"] <= _FEW for event in events)
+    return len(parts) == len(events) and is_silent
+
+
+def _doubt(step: Step) -> str:
+    layouts = map(step.layout, step.events)
+    plain = [[(e["name"], e["shape"]) for e in of if e["kind"] == "plain"] for of in layouts]
+    if any(of != plain[0] for of in plain):
+        return "the ranks' optimizers hold different parameters"
+    talks = any(f["talks"] for event in step.events.values() for f in event["forwards"])
+    return "the model communicates in its forward" * (talks and any(plain))
+
+
+def _are_exchanged(step: Step, last: Step) -> bool:
+    """Return whether ranks sent each other the weights that a step left apart, and changed them.
+
+    All ranks change theirs, to those of no rank; or all have those of the one that had the sum of
+    the gradients (`dist.reduce`) alone. If only a part is exchanged, it is equal on all ranks then.
+    """
+    apart = {name: {*values.values()} for name, _, values in last.unequal("after")}
+    sizes = {entry["name"]: math.prod(entry["shape"]) for entry in step.layout(min(step.events))}
+    since = {rank: event["t"] for rank, event in last.events.items()}
+    sent = (step.run.ranks[r].carried(since[r], e["begun"]) for r, e in step.events.items())
+    off = {name for name, _, _ in step.unequal("before")}
+    if all(event["rooted"] for event in last.events.values()):
+        new = set() if off else {*apart}
+    else:
+        now = {name: {*of.values()} for name, _, of in step.replicas("before") if name in apart}
+        new = {name for name in now if now[name].isdisjoint(apart[name])}
+        new = new if new == apart.keys() else new - off
+    return bool(new) and min(sent) >= sum(sizes[name] for name in new)
