@@ -287,6 +287,7 @@ AXES_OF: Mapping[str, tuple[str, ...]] = {
 
 _NOT_OF = dict.fromkeys(REPLICAS + WHOLE, ("method",))
 _ORDINARY = tuple(next(iter(words)) for words in AXES.values())
+_PLACE = {axis: place for place, axis in enumerate(AXES)}
 
 
 @cache
@@ -320,7 +321,7 @@ class Scene:
 
     def word(self, axis: str) -> str:
         """Return the scene's word on an axis."""
-        return self.words[[*AXES].index(axis)]
+        return self.words[_PLACE[axis]]
 
     def __getitem__(self, axis: str) -> Any:
         """Return the value of the scene's word on an axis."""
