@@ -229,12 +229,12 @@ class Agent:
     def _begin_anew(self) -> None:
         """Close the books of a run whose ranks have ended, and open those of the next."""
         self._report_end(self.run)
-        self.findings = [dataclasses.replace(f, optimizer=None) for f in self.weighed()]
         self._went_on = len(self.findings)
         self._steps += max(self.run.steps_taken().values(), default=0)
         self._ranks_seen = max(self._ranks_seen, len(self.run.ranks))
-        kept = {name: getattr(self.run, name) for name in ("timeline", "notes", "records")}
-        self.run = Run(**kept, regimes=Regimes(self._options.replicas))
+        self.run.regimes.begin_anew()
+        kept = ("timeline", "notes", "records", "regimes")
+        self.run = Run(**{name: getattr(self.run, name) for name in kept})
         self._traffic = traffic.Traffic()
 
     def _report(self, findings: Iterable[Finding]) -> None:

@@ -186,12 +186,13 @@ def clip_norm(step: Step) -> Iterator[Finding]:
         elif whole is not None:
             found = _clipped_otherwise(clip, whole)
             if found:
-                yield step.finding(rank, found[0], place=place, likely=found[1])
+                yield step.finding(rank, found[0], place=place, likely=found[1], is_certain=True)
         elif _are_equal_replicas(step, clips):
             # Replicated gradients that differed when they were clipped and are equal in the step.
             words = "expected the norm of the reduced gradients, got one of gradients that differ "
             likely = "gradients are clipped before they are reduced"
-            yield step.finding(rank, f"{words}between the ranks", place=place, likely=likely)
+            words += "between the ranks"
+            yield step.finding(rank, words, place=place, likely=likely, is_certain=True)
 
 
 def _are_equal_replicas(step: Step, clips: dict[int, Any]) -> bool:

@@ -217,7 +217,7 @@ def _reduced_ones(step: Step, rank: int) -> tuple[str, str]:
 def replicas_begin_equal(step: Step) -> Iterator[Finding]:
     """Replicated parameters MUST be equal on all ranks before the first step."""
     found = list(step.unequal("before", every=True)) if step.number == 1 else []
-    entries = {entry["name"]: entry for entry in step.layout(min(step.events))}
+    entries = step.entries
     is_held = any(entries[name]["is_held"] for name, *_ in found)
     if not found or (not is_held and step.regime is not Regime.REPLICAS):
         return  # nothing, or no module's, such as a shard that this rank updates

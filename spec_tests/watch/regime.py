@@ -75,6 +75,7 @@ class Seen:
         unequal: the plain parameters that begin unequal.
         is_quiet: in its first steps no collective carried half as much as its gradients.
         is_reduced: some of those that begin unequal were given equal gradients.
+        has_reduced: some parameters, of a wrapper as well, were given equal gradients.
         is_divided: a DistributedSampler divides one data set among ranks that exchange nothing.
         has_held: a step moved the weights and left them equal.
         doubt: why plain parameters may be no replicas, or "".
@@ -83,6 +84,7 @@ class Seen:
     unequal: set[str] = field(default_factory=set)
     is_quiet: bool = True
     is_reduced: bool = False
+    has_reduced: bool = False
     is_divided: bool = False
     has_held: bool = False
     doubt: str = ""
@@ -97,12 +99,14 @@ class Regimes:
         is_cut: --steps has ended the run.
         exchange: the step before which ranks exchanged weights that were apart, or "".
         doubts: what shows, in the whole run, that ranks may be no replicas.
+        exchanges: parts of tensors are exchanged, as experts need it that were added to replicas.
     """
 
     named: list[list[int]] = field(default_factory=list)
     is_cut: bool = False
     exchange: str = ""
     doubts: dict[str, None] = field(default_factory=dict)
+    exchanges: bool = False
     _seen: dict[int, Seen] = field(default_factory=dict)
     _apart: dict[str, Step] = field(default_factory=dict)  # the last step that left weights apart
 
@@ -115,15 +119,17 @@ class Regimes:
         seen = self._seen.get(optimizer, Seen())
         if kind == "wrapped" or self.named:
             return Regime.PERIODIC if self.exchange else Regime.WRAPPED
+        if seen.is_reduced:
+            return Regime.REPLICAS
         if self.doubt(optimizer):
             return Regime.PARTS
-        if kind == "added" or seen.is_reduced:
-            return Regime.WRAPPED if kind == "added" else Regime.REPLICAS
+        if kind == "added" and not self.exchanges:
+            return Regime.WRAPPED
         if seen.unequal and not seen.is_divided:
             return Regime.ALONE if seen.is_quiet else Regime.UNKNOWN
         if self.exchange:
             return Regime.PERIODIC
-        if not seen.is_quiet or seen.has_held:
+        if not seen.is_quiet or seen.has_held or seen.has_reduced:
             return Regime.REPLICAS
         return Regime.EARLY if self.is_cut and not seen.unequal else Regime.UNREDUCED
 
@@ -158,6 +164,10 @@ class Regimes:
 
     # ------------------------------------------------------------------------------- what is seen
 
+    def begin_anew(self) -> None:
+        """The command starts its ranks again: what they were to each other they will be."""
+        self._apart.clear()
+
     def take(self, step: Step) -> None:
         """Take what a step shows, before it is judged."""
         seen = self._seen.setdefault(step.optimizer, Seen())
@@ -174,6 +184,7 @@ class Regimes:
             seen.is_divided = _divide_one_data_set(step)
         seen.doubt = seen.doubt or _doubt(step)
         is_equal = not any(step.unequal("after", every=True))
+        seen.has_reduced |= _have_equal_gradients(step)
         seen.has_held |= is_equal and all(event["moved"] for event in events)
         self._look_for_exchange(step)
 
@@ -194,6 +205,14 @@ def _are_reduced(step: Step, names: set[str]) -> bool:
         return False
     grads = [{*values.values()} for name, _, values in step.replicas("grads") if name in names]
     return any(len(of) == 1 and None not in of for of in grads)
+
+
+def _have_equal_gradients(step: Step) -> bool:
+    """Return whether collectives may have made a gradient equal on all ranks; zeros say nothing."""
+    most = max(event["reduced"] for event in step.events.values())
+    sizes = {name: math.prod(entry["shape"]) for name, entry in step.entries.items()}
+    grads = ((name, {*values.values()}) for name, _, values in step.replicas("grads"))
+    return any(len(of) == 1 and all(of) and sizes[name] <= most for name, of in grads)
 
 
 def _divide_one_data_set(step: Step) -> bool:
@@ -221,7 +240,7 @@ def _are_exchanged(step: Step, last: Step) -> bool:
     the gradients (`dist.reduce`) alone. If only a part is exchanged, it is equal on all ranks then.
     """
     apart = {name: {*values.values()} for name, _, values in last.unequal("after")}
-    sizes = {entry["name"]: math.prod(entry["shape"]) for entry in step.layout(min(step.events))}
+    sizes = {name: math.prod(entry["shape"]) for name, entry in step.entries.items()}
     since = {rank: event["t"] for rank, event in last.events.items()}
     sent = (step.run.ranks[r].carried(since[r], e["begun"]) for r, e in step.events.items())
     off = {name for name, _, _ in step.unequal("before")}

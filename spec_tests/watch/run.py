@@ -146,23 +146,31 @@ class Step:
         place: str | None = None,
         likely: str = "",
         is_advice: bool = False,
+        is_certain: bool = False,
     ) -> Finding:
         """Return what a check saw in this step: of one rank, or with None of all.
 
         Args:
             text: what was expected and what came; the rank and the tensor are put before it.
             place: the script's line; that which took the step, where it is left out.
+            is_certain: a fault whatever ranks are to each other.
         """
         if rank is not None:
             text = f"rank {rank}{f', {tensor!r}' if tensor else ''}: {text}"
             place = self.place(rank) if place is None else place
         found = Finding("", text, self.number, rank, tensor, place or "", likely, is_advice)
-        return replace(found, optimizer=self.optimizer, kind=self.kind(tensor))
+        optimizer = None if is_certain else self.optimizer
+        return replace(found, optimizer=optimizer, kind=self.kind(tensor))
+
+    @property
+    def entries(self) -> dict[str, Event]:
+        """The description of each parameter, by the first rank whose optimizer holds it."""
+        return {e["name"]: e for rank in reversed(self.events) for e in self.layout(rank)}
 
     def kind(self, tensor: str = "") -> str:
         """Return the kind of a tensor, or of all, as `Regimes.of` takes it."""
-        entries = self.layout(min(self.events))
-        entries = [entry for entry in entries if entry["name"] == tensor] or entries
+        every = self.entries
+        entries = [every[tensor]] if tensor in every else [*every.values()]
         if any(entry["kind"] != "plain" for entry in entries):
             return "wrapped"
         return "added" if any(entry["is_added"] for entry in entries) else "plain"
@@ -310,7 +318,7 @@ class Run:
         if event["small"]:
             self.regimes.doubts["the script uses process groups smaller than the world"] = None
         if any(each.name.startswith(_EXCHANGES) for each in found):
-            self.regimes.doubts["the ranks exchange parts of tensors, as experts need it"] = None
+            self.regimes.exchanges = True
         rank.read_until = event["t"]
         rank.still_since = None if found else rank.still_since
         rank.missed += event["missed"]
