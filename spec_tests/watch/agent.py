@@ -32,7 +32,7 @@ BOOT = Path(__file__).parent / "boot"
 _GRACE_SECONDS = 3.0
 _MISMATCH_SECONDS = 2.0  # that ranks wait in collectives that do not match, until they are ended
 _GONE_ON_SECONDS = 10.0  # after a mismatch: then it is not what the ranks wait for
-_KEPT = 100  # findings of one norm
+_KEPT = 100  # findings of one norm about one optimizer
 _RECORDS = "512"  # collectives that torch's flight recorder keeps: 6 ms to read
 
 
@@ -63,6 +63,7 @@ class Agent:
         self._steps = self._ranks_seen = 0  # of runs that have ended
         self._went_on = 0  # findings that the command has gone on after
         self._script = ""
+        self._said: set[str] = set()  # norms that a line was printed of
         self._is_announced = self._is_compared = False
 
     def run_command(self, command: Sequence[str]) -> int:
@@ -202,6 +203,10 @@ class Agent:
         self._is_compared = True
         if len(self.run.records) < compare.KEPT:
             self.run.records.append(compare.record(step))
+        try:
+            self.run.regimes.take(step)
+        except Exception as error:
+            self.run.notes.append(f"what ranks are to each other was not seen: {error!r} failed")
         for id in sorted(STEP_CHECKS, key=ORDER.index):  # causes before effects
             try:
                 found += STEP_CHECKS[id](step)
@@ -234,16 +239,19 @@ class Agent:
         self._ranks_seen = max(self._ranks_seen, len(self.run.ranks))
         self.run.regimes.begin_anew()
         kept = ("timeline", "notes", "records", "regimes")
-        self.run = Run(**{name: getattr(self.run, name) for name in kept})
+        books = {name: getattr(self.run, name) for name in kept}
+        self.run = Run(self.run.training + 1, **books)
         self._traffic = traffic.Traffic()
 
     def _report(self, findings: Iterable[Finding]) -> None:
         for finding in findings:
-            known = sum(finding.norm == each.norm for each in self.findings)
+            same = (finding.norm, finding.optimizer, finding.kind)
+            known = sum(same == (f.norm, f.optimizer, f.kind) for f in self.findings)
             if known < _KEPT:
                 self.findings.append(dataclasses.replace(finding, at=time.monotonic()))
             weighed = self.run.regimes.weigh(finding)
-            if not known and weighed is not None and is_must(weighed):
+            if finding.norm not in self._said and weighed is not None and is_must(weighed):
+                self._said.add(finding.norm)
                 right = weighed.likely.partition("; right if ")[2]
                 _say(f"[{finding.norm}] {finding.text}" + f"; right if {right}" * bool(right))
 
@@ -276,6 +284,7 @@ class Agent:
             kept = [f for f in self.findings if f.norm != "watch.run.goes-on"]
             if len(kept) < len(self.findings):
                 self.findings = kept
+                self._said.discard("watch.run.goes-on")
                 _say("the ranks went on: the hang was none, and is withdrawn")
         has_mismatch = any(f.norm == "watch.collectives.match" for f in self.findings)
         found = list(traffic.goes_on(self.run, now, self._options.patience))

@@ -30,6 +30,7 @@ class About(Enum):
     EQUAL = "weights that ranks hold alike at each step"
     BEGIN = "weights that ranks begin with alike"
     PEERS = "ranks that train on different data, and do the same with it"
+    COUNT = "how often ranks step that take part in the same training"
 
 
 NORMS: dict[str, Clause] = {}
@@ -50,8 +51,9 @@ class Finding:
         place: the script's line, or "".
         likely: the likely cause, or "".
         is_advice: reported, and without weight for the exit status.
-        optimizer: whose regime weighs it; None for what no regime changes.
-        kind: of the parameters that it is about, as `Regimes.of` takes it.
+        optimizer: whose regime weighs it, as `Step.whose`; None for what no regime changes.
+        kind: of the parameters that it is about, as `Regimes.of` takes it; of no use without
+            an optimizer.
         is_first: an exception that no other rank caused: what came with it follows from it.
         at: when it was seen, in the agent's seconds.
     """
@@ -66,7 +68,7 @@ class Finding:
     is_advice: bool = False
     is_first: bool = False
     at: float = 0.0
-    optimizer: int | None = None
+    optimizer: tuple[int, int] | None = None
     kind: str = "wrapped"
 
 

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from spec_tests.watch.norm import About, Finding, rank_norm, step_norm
-from spec_tests.watch.regime import Regime
 from spec_tests.watch.run import Event, Step
 
 _DDP = "docs.pytorch.org/docs/stable/notes/ddp.html"
@@ -179,6 +178,7 @@ def gradients_equal(step: Step) -> Iterator[Finding]:
         likely = "nothing was reduced in this step"
     if lacks and not likely:
         likely = f"rank {lacks[0]} did not use the parameter"
+    likely = likely or step.unwrapped(name)
     gone = [r for r in values if step.events[r]["joined"]]
     if gone:
         likely = f"rank {gone[0]} has no inputs left in a Join: its optimizer steps without the "
@@ -219,17 +219,13 @@ def replicas_begin_equal(step: Step) -> Iterator[Finding]:
     found = list(step.unequal("before", every=True)) if step.number == 1 else []
     entries = step.entries
     is_held = any(entries[name]["is_held"] for name, *_ in found)
-    if not found or (not is_held and step.regime is not Regime.REPLICAS):
+    if not found or not (is_held or step.run.regimes.is_reduced(step.whose)):
         return  # nothing, or no module's, such as a shard that this rank updates
     name, rank, values = _first(sorted(found, key=lambda each: not entries[each[0]]["is_added"]))
-    wrapped = [each for each in entries.values() if each["kind"] == "ddp"]
-    likely = "the first weights were not broadcast"
+    likely = step.unwrapped(name) or "the first weights were not broadcast"
     if entries[name]["is_added"]:
         likely = "the parameter was added after the model was wrapped, whose wrapper neither "
         likely += "broadcasts nor reduces it"
-    elif entries[name]["kind"] == "plain" and wrapped:
-        likely = f"its model is not wrapped, while that of {len(wrapped)} other parameters of the "
-        likely += "optimizer is"
     yield step.finding(
         rank,
         f"expected the weights of rank {min(values)} before the first step, got others "
@@ -260,7 +256,7 @@ def replicas_equal(step: Step) -> Iterator[Finding]:
 @step_norm(
     "watch.replicas.unheld",
     source="Tarvainen and Valpola 2017, section 2",
-    about=About.EQUAL,
+    about=About.PEERS,
 )
 def unheld_equal(step: Step) -> Iterator[Finding]:
     """Parameters that no optimizer holds, as of a teacher, MUST stay equal if they begin equal."""
@@ -282,8 +278,11 @@ def unheld_equal(step: Step) -> Iterator[Finding]:
 
 
 def _first(found: Sequence[tuple[str, str, dict[int, Any]]]) -> tuple[str, int, dict[int, Any]]:
-    """Return the first tensor that differs, the first rank that does, and the values of all."""
-    name, _, values = found[0]
+    """Return the first tensor that differs, the first rank that does, and the values of all.
+
+    One of a wrapper comes first: what it promises, no regime doubts.
+    """
+    name, _, values = min(found, key=lambda each: each[1] == "plain")
     return name, next(r for r, v in values.items() if v != values[min(values)]), values
 
 

@@ -1,9 +1,10 @@
-"""What the parameters of an optimizer are to the ranks: decided here alone, from all that was seen.
+"""What ranks are to each other, as far as an optimizer shows it: decided in one place.
 
-A wrapper promises that its parameters are replicas: what deviates is a fault at once. Of "plain"
+A wrapper promises that its parameters are replicas: a deviation is a fault at once. Of "plain"
 parameters, which no wrapper has, only a run shows what they are meant to be: a finding about them
 is kept as it is, and weighed with what is known when somebody asks, at the latest at the end.
 A norm says what it is about (`About`); `_RULES` says in which regimes that is a fault.
+A command may start several trainings, one after the other: each is judged by what it showed itself.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class Regime(Enum):
 
     WRAPPED = "DDP, FSDP or --replicas says that they are replicas"
     REPLICAS = "they begin equal, or their gradients are made equal, and nothing denies it"
-    UNREDUCED = "they are meant to be replicas, and no gradient is exchanged: a wrapper is missing"
+    UNREDUCED = "they are meant to be replicas, and nothing makes them equal: a wrapper is missing"
     EARLY = "so far UNREDUCED, in a run that --steps ended: weights may be averaged later"
     PERIODIC = "ranks have weights of their own after a step, and exchange these now and then"
     ALONE = "each begins with weights of its own, and no gradient is exchanged: an ensemble"
@@ -44,6 +45,7 @@ _LATER = f"{_NOTHING}: wrap the model in DDP; right if ranks average their weigh
 _EXCHANGED = "right if ranks are meant to exchange weights in place of gradients, as they did "
 _DIVIDED = ", though a DistributedSampler divides one data set among them: wrap the model in DDP"
 _SILENT, _ADVICE, _AS_IT_IS = range(3)
+Whose = tuple[int, int]  # of the command's trainings the number, of its optimizers the number
 # Where nothing is said here, a finding weighs what its norm does, and its likely cause is its own.
 _RULES: dict[About, dict[Regime, tuple[int, str]]] = {
     About.ITSELF: {},
@@ -55,13 +57,14 @@ _RULES: dict[About, dict[Regime, tuple[int, str]]] = {
         Regime.PARTS: (_ADVICE, _PARTS),
     },
     About.PEERS: {Regime.ALONE: (_SILENT, ""), Regime.PARTS: (_ADVICE, _PARTS)},
+    About.COUNT: {Regime.ALONE: (_SILENT, "")},
     About.BEGIN: {
         Regime.UNREDUCED: (_AS_IT_IS, _NOTHING + _DIVIDED),
         Regime.ALONE: (
             _ADVICE,
             f"{_NOTHING}: wrap the model in DDP; right if each rank is to train a model of its own",
         ),
-        Regime.UNKNOWN: (_ADVICE, ""),
+        Regime.UNKNOWN: (_ADVICE, "{likely}, and nothing gives them equal gradients"),
         Regime.PARTS: (_ADVICE, _PARTS),
     },
 }
@@ -72,6 +75,7 @@ class Seen:
     """What was seen of one optimizer.
 
     Attributes:
+        layout: names and shapes of the parameters, on the first rank.
         unequal: the plain parameters that begin unequal.
         is_quiet: in its first steps no collective carried half as much as its gradients.
         is_reduced: some of those that begin unequal were given equal gradients.
@@ -81,6 +85,7 @@ class Seen:
         doubt: why plain parameters may be no replicas, or "".
     """
 
+    layout: str = ""
     unequal: set[str] = field(default_factory=set)
     is_quiet: bool = True
     is_reduced: bool = False
@@ -97,56 +102,68 @@ class Regimes:
     Attributes:
         named: the ranks that the user says are replicas, in groups.
         is_cut: --steps has ended the run.
-        exchange: the step before which ranks exchanged weights that were apart, or "".
-        doubts: what shows, in the whole run, that ranks may be no replicas.
+        doubts: what shows, in any training, that ranks may be no replicas; it stays.
         exchanges: parts of tensors are exchanged, as experts need it that were added to replicas.
     """
 
     named: list[list[int]] = field(default_factory=list)
     is_cut: bool = False
-    exchange: str = ""
     doubts: dict[str, None] = field(default_factory=dict)
     exchanges: bool = False
-    _seen: dict[int, Seen] = field(default_factory=dict)
+    _seen: dict[Whose, Seen] = field(default_factory=dict)
+    _exchanges: dict[tuple[int, str], str] = field(default_factory=dict)  # by training and layout
     _apart: dict[str, Step] = field(default_factory=dict)  # the last step that left weights apart
 
-    def of(self, optimizer: int, kind: str) -> Regime:
+    def of(self, whose: Whose, kind: str) -> Regime:
         """Return the regime of an optimizer's parameters.
 
         Args:
             kind: "wrapped"; "added" to a model that was wrapped before; or "plain".
         """
-        seen = self._seen.get(optimizer, Seen())
-        if kind == "wrapped" or self.named:
-            return Regime.PERIODIC if self.exchange else Regime.WRAPPED
+        seen = self._seen.get(whose, Seen())
+        exchange = self.exchange(whose)
+        if kind == "wrapped" or (self.named and (seen.unequal or exchange)):
+            return Regime.PERIODIC if exchange else Regime.WRAPPED
         if seen.is_reduced:
             return Regime.REPLICAS
-        if self.doubt(optimizer):
+        if self.doubt(whose):
             return Regime.PARTS
         if kind == "added" and not self.exchanges:
-            return Regime.WRAPPED
+            return Regime.PERIODIC if exchange else Regime.WRAPPED
         if seen.unequal and not seen.is_divided:
             return Regime.ALONE if seen.is_quiet else Regime.UNKNOWN
-        if self.exchange:
+        if exchange:
             return Regime.PERIODIC
         if not seen.is_quiet or seen.has_held or seen.has_reduced:
             return Regime.REPLICAS
         return Regime.EARLY if self.is_cut and not seen.unequal else Regime.UNREDUCED
 
-    def doubt(self, optimizer: int) -> str:
+    def doubt(self, whose: Whose) -> str:
         """Return why an optimizer's plain parameters may be no replicas, or ""."""
-        own = self._seen[optimizer].doubt if optimizer in self._seen else ""
+        own = self._seen[whose].doubt if whose in self._seen else ""
         return "" if self.named else own or next(iter(self.doubts), "")
 
-    def begins_unequal(self, optimizer: int) -> bool:
-        """Return whether plain parameters begin unequal: that is told once."""
-        return optimizer in self._seen and bool(self._seen[optimizer].unequal)
+    def exchange(self, whose: Whose) -> str:
+        """Return the step before which ranks exchanged weights that were apart, or "".
 
-    @property
-    def are_apart(self) -> bool:
-        """Whether ranks go ways of their own for some steps, so that these may be uneven."""
-        found = (self.of(optimizer, "plain") for optimizer in self._seen)
-        return bool(self.exchange) or Regime.ALONE in found
+        It is one of the same training; or of the same parameters, where a command starts again.
+        """
+        layout = self._seen[whose].layout if whose in self._seen else None
+        known = self._exchanges.items()
+        return next((step for of, step in known if of[0] == whose[0] or of[1] == layout), "")
+
+    def begins_unequal(self, whose: Whose) -> bool:
+        """Return whether plain parameters begin unequal: that is told once."""
+        return whose in self._seen and bool(self._seen[whose].unequal)
+
+    def is_reduced(self, whose: Whose) -> bool:
+        """Return whether plain parameters that begin unequal were given equal gradients."""
+        return whose in self._seen and self._seen[whose].is_reduced
+
+    def are_apart(self, training: int) -> bool:
+        """Return whether ranks go ways of their own for some steps, so that these may be uneven."""
+        found = [whose for whose in self._seen if whose[0] == training]
+        return any(self.exchange(of) or self.of(of, "plain") is Regime.ALONE for of in found)
 
     def weigh(self, finding: Finding) -> Finding | None:
         """Return a finding as it weighs by what is known now; None where it is no fault."""
@@ -158,19 +175,22 @@ class Regimes:
         is_should = NORMS[finding.norm].strength is not Strength.MUST
         if weight == _SILENT or (weight == _ADVICE and is_should):
             return None
-        known = {"doubt": self.doubt(finding.optimizer), "exchange": self.exchange}
+        known = {"doubt": self.doubt(finding.optimizer)}
+        known["exchange"] = self.exchange(finding.optimizer)
         words = likely.format(**known, likely=finding.likely) or finding.likely
         return replace(finding, likely=words, is_advice=finding.is_advice or weight == _ADVICE)
 
     # ------------------------------------------------------------------------------- what is seen
 
     def begin_anew(self) -> None:
-        """The command starts its ranks again: what they were to each other they will be."""
+        """The command starts ranks again: no exchange is between two trainings."""
         self._apart.clear()
 
     def take(self, step: Step) -> None:
         """Take what a step shows, before it is judged."""
-        seen = self._seen.setdefault(step.optimizer, Seen())
+        seen = self._seen.setdefault(step.whose, Seen())
+        first = step.layout(min(step.events))
+        seen.layout = repr([(entry["name"], entry["shape"]) for entry in first])
         events = step.events.values()
         if step.number == 1:
             found = step.unequal("before", every=True)
@@ -186,17 +206,13 @@ class Regimes:
         is_equal = not any(step.unequal("after", every=True))
         seen.has_reduced |= _have_equal_gradients(step)
         seen.has_held |= is_equal and all(event["moved"] for event in events)
-        self._look_for_exchange(step)
-
-    def _look_for_exchange(self, step: Step) -> None:
         # What is apart another optimizer may step next: one of the next round, an outer one.
-        first = min(step.events)
-        same = repr([(entry["name"], entry["shape"]) for entry in step.layout(first)])
-        last = self._apart.pop(same, None)
-        if last is not None and not self.exchange and _are_exchanged(step, last):
-            self.exchange = f"step {step.number} at {step.place(first)}"
+        last = self._apart.pop(seen.layout, None)
+        if last is not None and not self.exchange(step.whose) and _are_exchanged(step, last):
+            said = f"step {step.number} at {step.place(min(step.events))}"
+            self._exchanges[step.whose[0], seen.layout] = said
         if any(step.unequal("after")):
-            self._apart[same] = step
+            self._apart[seen.layout] = step
 
 
 def _are_reduced(step: Step, names: set[str]) -> bool:

@@ -75,7 +75,7 @@ def _why_not(step: Step, replays: dict[int, Any]) -> str:
     if step.regime is Regime.ALONE:
         return "each rank trains weights of its own, and nothing reduces their gradients"
     if step.regime is Regime.PARTS:
-        return f"{step.run.regimes.doubt(step.optimizer)}; {NAME_REPLICAS}"
+        return f"{step.run.regimes.doubt(step.whose)}; {NAME_REPLICAS}"
     reasons: dict[str, list[int]] = {}
     for rank, of in replays.items():
         if "reason" in of:

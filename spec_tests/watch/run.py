@@ -159,8 +159,13 @@ class Step:
             text = f"rank {rank}{f', {tensor!r}' if tensor else ''}: {text}"
             place = self.place(rank) if place is None else place
         found = Finding("", text, self.number, rank, tensor, place or "", likely, is_advice)
-        optimizer = None if is_certain else self.optimizer
-        return replace(found, optimizer=optimizer, kind=self.kind(tensor))
+        whose = None if is_certain else self.whose
+        return replace(found, optimizer=whose, kind=self.kind(tensor))
+
+    @property
+    def whose(self) -> tuple[int, int]:
+        """The numbers of the training and of the optimizer: its regime is kept by these."""
+        return self.run.training, self.optimizer
 
     @property
     def entries(self) -> dict[str, Event]:
@@ -170,15 +175,29 @@ class Step:
     def kind(self, tensor: str = "") -> str:
         """Return the kind of a tensor, or of all, as `Regimes.of` takes it."""
         every = self.entries
-        entries = [every[tensor]] if tensor in every else [*every.values()]
-        if any(entry["kind"] != "plain" for entry in entries):
+        names = {tensor} if tensor in every else {*every}
+        if any(every[name]["kind"] != "plain" for name in names):
             return "wrapped"
-        return "added" if any(entry["is_added"] for entry in entries) else "plain"
+        trained = {
+            entry["name"]
+            for rank, event in self.events.items()
+            for entry, grad in zip(self.layout(rank), event["grads"], strict=True)
+            if entry["is_added"] and grad is not None
+        }
+        return "plain" if names.isdisjoint(trained) else "added"
+
+    def unwrapped(self, name: str) -> str:
+        """Return in words that others of an optimizer's parameters have a wrapper; or ""."""
+        every = self.entries
+        others = sum(entry["kind"] == "ddp" for entry in every.values())
+        is_plain = name in every and every[name]["kind"] == "plain"
+        words = f"its model is not wrapped, while that of {others} other parameters of the "
+        return (words + "optimizer is") * (is_plain and others > 0)
 
     @property
     def regime(self) -> Regime:
         """What ranks are to each other, as far as the optimizer's parameters have shown it."""
-        return self.run.regimes.of(self.optimizer, self.kind())
+        return self.run.regimes.of(self.whose, self.kind())
 
     def replicas(self, key: str) -> Iterator[tuple[str, str, dict[int, Any]]]:
         """Yield name, kind and rank to value of each tensor that several ranks hold alike.
@@ -214,7 +233,7 @@ class Step:
         Args:
             every: also plain ones of an optimizer whose plain ones begin unequal: told once.
         """
-        is_told = not every and self.run.regimes.begins_unequal(self.optimizer)
+        is_told = not every and self.run.regimes.begins_unequal(self.whose)
         for name, kind, values in self.replicas(key):
             if len({*values.values()}) > 1 and not (is_told and kind == "plain"):
                 yield name, kind, values
@@ -237,8 +256,13 @@ class Step:
 
 @dataclass
 class Run:
-    """All ranks, and the steps that all of them have taken."""
+    """All ranks, and the steps that all of them have taken.
 
+    Attributes:
+        training: which one of the command it is: one ends when ranks are started again.
+    """
+
+    training: int = 0
     ranks: dict[int, Rank] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)  # what could not be seen
     replayed: str = ""
@@ -299,9 +323,7 @@ class Run:
         if len(events) < self.world:
             return None
         del self._waiting[optimizer, number]
-        step = Step(self, optimizer, number, dict(sorted(events.items())))
-        self.regimes.take(step)
-        return step
+        return Step(self, optimizer, number, dict(sorted(events.items())))
 
     def take_collectives(self, rank: Rank, event: Event) -> list[Collective]:
         """Take what a rank's flight recorder held; returns it."""

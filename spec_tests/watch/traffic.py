@@ -163,7 +163,7 @@ def _after(rank: Rank) -> str:
 def as_many_steps(run: Run) -> Iterator[Finding]:
     """All ranks MUST have taken as many steps as the others when they end."""
     taken = run.steps_taken()
-    if run.is_joined or run.regimes.are_apart:
+    if run.is_joined or run.regimes.are_apart(run.training):
         return  # uneven inputs are meant, or each rank has an epoch of its own between averages
     if all(r.has_ended for r in run.ranks.values()) and len(set(taken.values())) > 1:
         few = min(taken, key=lambda rank: taken[rank])

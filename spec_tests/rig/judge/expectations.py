@@ -3,7 +3,7 @@
 `mine.toml` beside `mine.py` (`spec_tests/impls/torch.toml` for PyTorch's own) holds entries like
 
     [[deviation]]
-    clause = "ddp.accumulation.one-reduction-per-step"   # the exact id
+    clause = "ddp.no-sync.nests"   # the exact id
     case = "*-w4-*"                # optional: glob over the case; without it every case is meant
     reason = "forward decides whether the next backward communicates"
     link = "https://github.com/pytorch/pytorch/issues/..."      # optional

@@ -301,8 +301,9 @@ def _is_static(error: BaseException) -> bool:
     """Whether a kernel's `tl.static_assert` is what Triton's interpreter raised."""
     while error.__cause__ is not None:
         error = error.__cause__
-    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    return isinstance(error, AssertionError) and "static_assert" in frame.f_code.co_name
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    is_asserted = bool(frames) and "static_assert" in frames[-1].f_code.co_name
+    return isinstance(error, AssertionError) and is_asserted
 
 
 class _Autotuner(MetaPathFinder):

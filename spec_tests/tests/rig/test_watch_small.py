@@ -21,7 +21,8 @@ from spec_tests.watch.verdict import render
 
 @pytest.mark.parametrize("case", small(), ids=lambda case: case.id)
 def test_a_small_script_is_told_as_it_should_be(case: Small, tmp_path: Path):
-    outcome = run(case.write(tmp_path), case.world, options=case.options)
+    path, trainings = case.write(tmp_path), case.trainings
+    outcome = run(path, case.world, options=case.options, trainings=trainings)
     screen = render(outcome.verdict)
     shown = f"{screen}\nstatus {outcome.status}\n{outcome.output[-3000:]}"
     causes = [(cause.finding.norm, is_must(cause.finding)) for cause in outcome.verdict.causes]

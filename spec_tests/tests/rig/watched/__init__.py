@@ -105,7 +105,10 @@ def write_fault(fault: Fault, directory: Path) -> Path:
 
 @dataclass(frozen=True)
 class Small:
-    """A script, and the causes that are to be reported of it."""
+    """A script, and the causes that are to be reported of it.
+
+    A command that starts `trainings`, one after the other, has their numbers in TRAINING.
+    """
 
     id: str
     text: str
@@ -116,6 +119,7 @@ class Small:
     says: list[str] = field(default_factory=list)
     hides: list[str] = field(default_factory=list)
     world: int = 2
+    trainings: int = 1
 
     def write(self, folder: Path) -> Path:
         """Write the script into a folder; returns its path."""

@@ -13,8 +13,9 @@ import runpy
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import get_context, set_start_method
 from pathlib import Path
 from typing import Any
@@ -51,11 +52,17 @@ class Outcome:
 
 
 def run(
-    script: Path, world: int, *arguments: str, options: Sequence[str] = (), is_watched: bool = True
+    script: Path,
+    world: int,
+    *arguments: str,
+    options: Sequence[str] = (),
+    is_watched: bool = True,
+    trainings: int = 1,
 ) -> Outcome:
-    """Run a script on `world` ranks, under the watcher or without it."""
+    """Run a script on `world` ranks, under the watcher or without it; `trainings` times in turn."""
     with tempfile.TemporaryDirectory() as scratch:
         forks = Forks(command.parse(options)[0], scratch, world, is_watched)
+        forks.trainings = trainings
         status = forks.run_command([str(script), *arguments])
         verdict = forks.verdict(status)
         return Outcome(verdict, forks.exit_status(status), forks.output(), forks.run.records)
@@ -69,10 +76,15 @@ class Forks(agent.Agent):
     ) -> None:
         super().__init__(options, scratch)
         self._world, self._is_watched = world, is_watched
+        self.trainings = 1
 
     def start(self, words: Sequence[str], environment: dict[str, str]) -> Any:
         """Start the ranks; returns what the agent waits for."""
         told = {name: environment[name] for name in ("TRAINSPEC_WATCH", "TORCH_FR_BUFFER_SIZE")}
+        every = range(self.trainings)
+        return Started(partial(self._begin, words, told | {"TRAINING": str(n)}) for n in every)
+
+    def _begin(self, words: Sequence[str], told: dict[str, str]) -> list[Any]:
         told |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         context = get_context("forkserver")
         context.set_forkserver_preload(_PRELOAD)
@@ -85,7 +97,7 @@ class Forks(agent.Agent):
             given = (list(words), own, log, self._is_watched)
             processes.append(context.Process(target=_be_rank, args=given))
             processes[-1].start()
-        return Started(processes)
+        return processes
 
     def output(self) -> str:
         """What the ranks printed."""
@@ -95,8 +107,9 @@ class Forks(agent.Agent):
 class Started:
     """The forks of one run, in the form of one child process."""
 
-    def __init__(self, processes: list[Any]) -> None:
-        self._processes = processes
+    def __init__(self, trainings: Iterable[Callable[[], list[Any]]]) -> None:
+        self._trainings = iter(trainings)
+        self._processes = next(self._trainings)()
         self._until = time.monotonic() + LIMIT_SECONDS
 
     def poll(self) -> int | None:
@@ -107,6 +120,9 @@ class Started:
         if None in codes and time.monotonic() > self._until:
             self.stop()
         if None in codes:
+            return None
+        if not any(codes) and (begin := next(self._trainings, None)):
+            self._processes = begin()
             return None
         return next((code for code in codes if code), 0)
 
