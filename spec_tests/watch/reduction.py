@@ -174,7 +174,8 @@ def gradients_equal(step: Step) -> Iterator[Finding]:
     name, rank, values = _first(found)
     lacks = [r for r, v in values.items() if v is None]
     micro_batches, likely = _reduced_ones(step, rank)
-    if all(e["reduced"] == 0 and e["is_complete"] for e in step.events.values()):
+    place = step.events[rank]["forwards"][-1]["place"] if likely else None
+    if all(e["reduced"] == 0 and e["is_complete"] for e in step.events.values()) and not likely:
         likely = "nothing was reduced in this step"
     if lacks and not likely:
         likely = f"rank {lacks[0]} did not use the parameter"
@@ -189,6 +190,7 @@ def gradients_equal(step: Step) -> Iterator[Finding]:
         rank,
         f"expected {wanted} rank {min(values)}, got {got} ({_several(found, step)}){micro_batches}",
         name,
+        place=place,
         likely=likely,
         is_advice=bool(gone),
     )
@@ -201,11 +203,9 @@ def _reduced_ones(step: Step, rank: int) -> tuple[str, str]:
     where the last one was reduced or has none.
     """
     flags = [forward["syncs"] for forward in step.events[rank]["forwards"]]
-    if len(flags) < 2:
-        return "", ""
     likely = "the last micro-batch was not reduced: DDP reads no_sync and the flag in the forward"
-    likely *= flags[-1] is False
-    if None in flags:
+    likely *= flags[-1:] == [False]
+    if len(flags) < 2 or None in flags:
         return "", likely
     reduced, left = ([at for at, f in enumerate(flags, 1) if f is flag] for flag in (True, False))
     words = f"micro-batches {', '.join(map(str, reduced))}" if reduced else "no micro-batch"
