@@ -81,13 +81,14 @@ GATHERED_ONCE = "MP + P: a gather per micro-batch, gradients once"
 GRAD_OP = Division("fsdp", lambda p, b, m: m * p + p, GATHERED_ONCE)
 GATHERED_TWICE = "M(P + B) + P: blocks gathered for forward and backward, gradients once"
 FULL_SHARD = Division("fsdp", lambda p, b, m: m * (p + b) + p, GATHERED_TWICE)
-BUCKETED = ("--wrapper", "ddp_bucketed")
+SMALL_BUCKETS = ("--bucket-size-mb", "1")  # several, of a model of a few MiB
+BUCKETED = ("--wrapper", "ddp_bucketed", *SMALL_BUCKETS)
 RUNS = [
     Run("one rank", "baseline", ALONE, 1),
     Run("control", "baseline", ALONE, 1, folder="control", micro_batch=MICRO_BATCH // 2),
     Run("ours, ddp", "ddp", DDP, 2, ("--wrapper", "ddp")),
     Run("ours, bucketed", "ddp_bucketed", DDP, 2, BUCKETED),
-    Run("PyTorch's DDP", "ddp_torch", DDP, 2, ("--wrapper", "torch")),
+    Run("PyTorch's DDP", "ddp_torch", DDP, 2, ("--wrapper", "torch", *SMALL_BUCKETS)),
     Run("ours, ZeRO-1", "ddp_bucketed", ZERO1, 2, (*BUCKETED, "--zero1"), "zero1"),
     Run("ours, FSDP", "fsdp_full_shard", FULL_SHARD, 2, ("--strategy", "FULL_SHARD")),
     Run("ours, SHARD_GRAD_OP", "fsdp_shard_grad_op", GRAD_OP, 2, ("--strategy", "SHARD_GRAD_OP")),
@@ -98,12 +99,8 @@ RUNS = [
 """The first one is the baseline and the second the control."""
 
 
-def train(run: Run, flags: argparse.Namespace) -> None:
-    """Train one of the runs, with one thread per rank, and kill it if that is its purpose.
-
-    Raises:
-        subprocess.CalledProcessError: it failed, and has said why.
-    """
+def command(run: Run, flags: argparse.Namespace) -> list[str]:
+    """Return the command line of a run, with the flags that all have, as `main` parsed them."""
     folder = flags.out / run.folder
     settings = {  # a run's own flags come later, and win
         "data": flags.out / "data",
@@ -114,18 +111,27 @@ def train(run: Run, flags: argparse.Namespace) -> None:
         "warmup-steps": flags.steps // 10,
         "learning-rate": 1e-3,
         "max-norm": 1.0,
-        "bucket-size-mb": 1,
         "log-every": max(1, flags.steps // 3),
         "device": flags.device,
         "attention": flags.attention,
     }
     if run.is_killed:
-        shutil.rmtree(folder, ignore_errors=True)  # an earlier demo's saves are of a finished run
-        folder.mkdir(parents=True)
         settings |= {"checkpoint-dir": folder / "saved", "save-every": max(1, flags.steps // 6)}
     shared = [word for key, value in settings.items() for word in (f"--{key}", str(value))]
-    command = run.command(shared, flags.out)
-    print(f"\n$ {shlex.join(['python', *command[1:]])}", flush=True)
+    return run.command(shared, flags.out)
+
+
+def train(run: Run, flags: argparse.Namespace) -> None:
+    """Train one of the runs, with one thread per rank, and kill it if that is its purpose.
+
+    Raises:
+        subprocess.CalledProcessError: it failed, and has said why.
+    """
+    folder, words = flags.out / run.folder, command(run, flags)
+    if run.is_killed:
+        shutil.rmtree(folder, ignore_errors=True)  # an earlier demo's saves are of a finished run
+        folder.mkdir(parents=True)
+    print(f"\n$ {shlex.join(['python', *words[1:]])}", flush=True)
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
@@ -135,11 +141,11 @@ def train(run: Run, flags: argparse.Namespace) -> None:
     # A rank of its own run, whoever started the demo.
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         environment.pop(name, None)
-    with subprocess.Popen(command, env=environment) as process:
+    with subprocess.Popen(words, env=environment) as process:
         if run.is_killed:
             _kill(run, flags.out, max(1, 4 * flags.steps // 7), process)
     if process.returncode:
-        raise subprocess.CalledProcessError(process.returncode, command)
+        raise subprocess.CalledProcessError(process.returncode, words)
 
 
 def _kill(run: Run, out: Path, after: int, process: subprocess.Popen[bytes]) -> None:

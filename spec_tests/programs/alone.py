@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from spec_tests.programs.faults import FAULTS, RIGHT, Fault, Reader, Share
 from spec_tests.programs.machine import Machine
 from spec_tests.programs.scene import Scene
 from spec_tests.programs.units import parameters_of_units
+from spec_tests.programs.uses import forward_that_counts
 from spec_tests.rig.judge.oracle import Gradients, Named
 from spec_tests.rig.toys import TOYS, sum_of_squares
 
@@ -98,7 +99,10 @@ class Alone(Machine):
         weights = self._gathered()
         batch = self.toy.batch(SEED, rank=rank, micro=int(micro))
         flags = flags_of(self.scene, rank, micro)
-        return torch.func.functional_call(self.module, weights, (batch, *flags))
+        forward = partial(torch.func.functional_call, self.module, weights, (batch, *flags))
+        if self.fault.counts is None:
+            return forward()
+        return forward_that_counts(forward, weights.values(), self.fault.counts)
 
     def _gathered(self) -> dict[str, torch.Tensor]:
         """Return the weights that a forward takes."""

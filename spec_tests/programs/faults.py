@@ -60,6 +60,8 @@ class Fault:
         means: what it usually comes from, for `likely:`.
         factor: the factor of a share that counts, for a reader; right is one.
         clears: whether a share that was cleared counts no more.
+        counts: which of the uses that a forward makes of a parameter has a gradient; right is None,
+            every one.
         is_stale: whether parameter number n, of the outermost unit or not, computes with its values
             of before the last update.
         updates: whether a step updates parameter number n.
@@ -75,6 +77,7 @@ class Fault:
     means: str
     factor: Factor = lambda share, reader: 1.0
     clears: Callable[[Share], bool] = lambda share: True
+    counts: int | None = None
     is_stale: Callable[[int, bool], bool] = lambda number, is_outermost: False
     updates: Callable[[int], bool] = lambda number: True
     notices: Callable[[int], bool] = lambda number: True
@@ -169,6 +172,14 @@ FAULTS: dict[str, Fault] = {
     "unreduced-never-cleared": Fault(
         "what waited for its reduction when it was cleared is still in it: a hidden accumulator",
         clears=lambda share: not share.was_local,
+    ),
+    "first-use-alone": Fault(
+        "of a weight that is tied, or of a layer that is called twice, the first use counts alone",
+        counts=0,
+    ),
+    "last-use-alone": Fault(
+        "of a weight that is tied, or of a layer that is called twice, the last use counts alone",
+        counts=-1,
     ),
     "stale": Fault(
         "computed with the weights before the last update",

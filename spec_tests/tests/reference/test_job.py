@@ -1,5 +1,7 @@
 """`python -m solution.train_baseline` and `train_ddp`: flags, files, statuses, equal results."""
 
+import argparse
+import importlib
 import shutil
 
 import pytest
@@ -187,6 +189,18 @@ def test_ids_are_checked_in_every_shard_that_is_read(tmp_path):
 
     flags = (*SMALL, "--data", ".", "--global-batch-size", 1, "--micro-batch-size", 1, "--dry-run")
     run(BASELINE, *flags, folder=tmp_path, status=2, says="x_train_2.bin: expected ids below")
+
+
+def test_the_commands_of_the_demo_are_understood(monkeypatch, tmp_path):
+    runs = importlib.import_module("solution.demo.runs")
+    config_of = "solution.job.main", lambda wrap, kind, text: kind.from_command_line(text)[0]
+    monkeypatch.setattr(*config_of)
+    given = argparse.Namespace(out=tmp_path, steps=30, device="cpu", attention="sdpa")
+    for each in runs.RUNS:
+        script = f"solution.train_{each.division.script}"
+        words = runs.command(each, given)
+        monkeypatch.setattr("sys.argv", words[words.index(script) :])
+        assert importlib.import_module(script).main().name == each.name
 
 
 @pytest.mark.slow

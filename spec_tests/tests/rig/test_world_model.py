@@ -75,6 +75,7 @@ TELLS = {
     "one-optimizer": "two: backward 0, step",
     "not-thawed": "freeze 1, backward 0",
     "frozen-trains": "not-the-first: backward 0",
+    **dict.fromkeys(("first-use-alone", "last-use-alone"), "tied: backward 0"),
     "unreduced-never-cleared": "accumulate 0, zero_grad none, backward 1",
     "own-buffers": "counting: backward 0, step, backward 1",
     "buffers-in-no-sync": "replacing: backward 0, accumulate 1, backward 2",
