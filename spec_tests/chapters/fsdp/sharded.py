@@ -370,13 +370,17 @@ def judge_step(
     trained = [name for name, p in plain.named_parameters() if p.grad is not None]
     torch.optim.SGD(plain.parameters(), lr=1.0).step()
     after = {name: p.detach() for name, p in plain.named_parameters()}
-    likely = Hint("the weight from before: no gradient came", before)
+    summed = {name: old + len(ranks) * (after[name] - old) for name, old in before.items()}
+    likely = (
+        Hint("the weight from before: no gradient came", before),
+        Hint("gradients were summed over ranks and not averaged", summed),
+    )
     own_outputs = [{name: y.detach() for name, y in of_rank.items()} for of_rank in outputs]
     of_inputs: Any = [{"x": None if x.grad is None else len(ranks) * x.grad} for x in batches]
     for name, wanted, quantity, hints in (
         ("output", own_outputs, "output", ()),
         ("input", of_inputs, "gradient of the input", ()),
-        ("weights", after, "weight after one step", (likely,)),
+        ("weights", after, "weight after one step", likely),
     ):
         if name in shown:
             found = [rank[name] for rank in ranks]
