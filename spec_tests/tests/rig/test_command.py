@@ -62,10 +62,8 @@ def test_an_output_that_is_closed_ends_the_command_in_one_line():
     """As `| head` does."""
     read, write = os.pipe()
     os.close(read)
-    ended = subprocess.run(
-        [sys.executable, "-m", "spec_tests", "--help"],
-        **{"stdout": write, "stderr": subprocess.PIPE, "cwd": ROOT, "text": True},
-    )
+    asked = [sys.executable, "-m", "spec_tests", "--help"]
+    ended = subprocess.run(asked, stdout=write, stderr=subprocess.PIPE, cwd=ROOT, text=True)
     os.close(write)
     said = "stopped: the output was closed, nobody reads the rest\n"
     assert (ended.returncode, ended.stderr) == (2, said)
