@@ -221,8 +221,8 @@ def test_the_same_global_batches_at_every_world_size(world, subject, layout):
             for row, (got, wanted) in enumerate(pairs):
                 finding = f"{what}: in row {row} of batch {number} {wanted}, got {got}"
                 judge.holds(got == wanted, finding, given=str(layout))
-        finding = f"{what}: {len(right)} of them, got {len(batches)}"
-        judge.holds(len(batches) == len(right), finding, given=str(layout))
+        finding = f"{what}: {[*map(len, right)]} rows in them, got {[*map(len, batches)]}"
+        judge.holds(batches == right, finding, given=str(layout))
 
 
 def in_order(ctx, layout, *orders):
