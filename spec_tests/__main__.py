@@ -100,7 +100,13 @@ def _options() -> str:
 
 def trainspec() -> NoReturn:
     """Run the command of that name and end; the entry point of the installed package."""
-    status = main(sys.argv[1:])
+    try:
+        status = main(sys.argv[1:])
+        sys.stdout.flush()
+    except BrokenPipeError:  # `| head` has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        print("stopped: the output was closed, nobody reads the rest", file=sys.stderr)
+        status = 2
     # All that was started is stopped by now. The interpreter's own end, which takes every module of
     # torch apart, keeps a shell waiting for another second.
     atexit._run_exitfuncs()

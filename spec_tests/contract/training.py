@@ -46,7 +46,7 @@ def token_loader(
         int64: Inputs and targets are int64 tensors of shape `[batch_size, sequence_length]`.
         shifted: Targets are the inputs shifted by one token.
         in-order: Sequences are numbered through a shard, and through one shard after another.
-        ranks-differ: No sequence is read twice in a pass, on one rank or on two.
+        ranks-differ: No token is an input twice in a pass, on one rank or on two.
 
     Level `correct`:
         own-memory: Inputs and targets own their memory.

@@ -240,6 +240,7 @@ def judge_values(ranks: Sequence[Any], subject: str, situation: str) -> None:
         # A mean that is reduced again with what was added to it is divided by three once more, and
         # may cancel what is larger than itself. A fault is a third of an integer at least.
         within = rounding(scene["weights"], terms=16, depth=8 + 4 * len(program))
+        within = within.plus(0.0, f"a mean over {size} ranks, which rounds, is reduced again")
     calls = world_of()[0]
     gradient = "mean gradient" + " of its group" * bool(scene["group"])
     for number, (call, _) in enumerate(calls):

@@ -114,7 +114,7 @@ def agree(
     for rank, (seen, right) in enumerate(zip(observed, wanted, strict=True)):
         for index, (got, want) in enumerate(zip(seen, right, strict=False)):
             if got != want:
-                cause = likely or _cause(rank, index, got, wanted)
+                cause = likely or _cause(rank, index, observed, wanted)
                 raise judge.violated(
                     f"rank {rank}, batch {index}: {_difference(got, want)}",
                     likely=cause,
@@ -136,7 +136,8 @@ def _difference(got: Batch, want: Batch) -> str:
     return "equal"
 
 
-def _cause(rank: int, index: int, got: Batch, wanted: Sequence[Stream]) -> str:
+def _cause(rank: int, index: int, observed: Sequence[Stream], wanted: Sequence[Stream]) -> str:
+    got = observed[rank][index]
     for other, stream in enumerate(wanted):
         for number, batch in enumerate(stream):
             if batch == got:
@@ -148,10 +149,24 @@ def _cause(rank: int, index: int, got: Batch, wanted: Sequence[Stream]) -> str:
         return "the sequences begin where they should, what follows is off"
     if any(len({token // shards.STRIDE for token in row}) > 1 for row in inputs):
         return "a sequence runs from the end of one shard into the next"
+    shared = _sharing(rank, index, observed)
+    if shared and not _sharing(rank, index, wanted):
+        return "ranks {} and {} read the same tokens".format(*sorted((rank, shared[0])))
     firsts, length = [row[0] for row in inputs], len(inputs[0])
     if got == batch_of(firsts, length) and not any(at % shards.STRIDE % length for at in firsts):
         return "sequences of the data, but others: left out or repeated before, or in another order"
     return "no batch of any rank: offsets or lengths are off"
+
+
+def _sharing(rank: int, index: int, streams: Sequence[Stream]) -> list[int]:
+    """Return the other ranks that have read a token of this batch as an input by this step."""
+    own = {token for row in streams[rank][index][0] for token in row}
+    return [
+        other
+        for other, stream in enumerate(streams)
+        if other != rank
+        and any(not own.isdisjoint(row) for inputs, _ in stream[: index + 1] for row in inputs)
+    ]
 
 
 def _count_cause(seen: int, right: int) -> str:

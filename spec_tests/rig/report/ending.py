@@ -53,7 +53,7 @@ def render_ending(events: Sequence[Event], *, everything: bool = False) -> str:
         lines.append(f"not here, {several(len(clauses), 'clause')}: {why}")
     lines += ["", *_verdict(events, found)]
     for name, named in found.items():
-        lines += _render_causes(name, named, everything=everything)
+        lines += _render_causes(name, named, everything=everything, in_full=in_full)
     return "\n".join(lines)
 
 
@@ -107,25 +107,33 @@ def _verdict(events: Sequence[Event], found: dict[str, list[Cause]]) -> list[str
 
 
 def _render_causes(
-    implementation: str, found: Sequence[Cause], *, everything: bool = False
+    implementation: str, found: Sequence[Cause], *, everything: bool, in_full: bool
 ) -> list[str]:
-    """What to mend first comes first: the lowest level, then the most frequent."""
+    """What to mend first comes first: the lowest level, then the most frequent.
+
+    Args:
+        in_full: each finding was shown above, with the command that shows it again.
+    """
     if not found:
         return []
     advice = "; mend the first one first" if len(found) > 1 else ""
     lines = ["", f"{_counted(found, implementation)}{advice}"]
+    each = list(zip(_titles(found), found, strict=True))
     if everything:
-        whole = [_render_cause(index, cause, None) for index, cause in enumerate(found, 1)]
+        whole = (_render_cause(title, cause, None) for title, cause in each)
         return [*lines, *itertools.chain.from_iterable(whole)]
+    if in_full:
+        named = [(title, *_kind(cause)) for title, cause in each]
+        return [*lines, *(line for own in named if found[1:] or own[1:] for line in own)]
     room = MAX_LINES - len(lines)
-    in_full = room // _LINES_OF_A_CAUSE
-    for index, cause in enumerate(found[:in_full], 1):
-        lines += _render_cause(index, cause)
-    rest = found[in_full:]
+    most = room // _LINES_OF_A_CAUSE
+    for title, cause in each[:most]:
+        lines += _render_cause(title, cause)
+    rest = each[most:]
     room = MAX_LINES - len(lines)
     shown = rest if len(rest) <= room else rest[: room - 1]
-    for index, cause in enumerate(shown, in_full + 1):
-        lines.append(clipped(f"{index:2}  {cause.title} ({_enumerated(cause.clauses, 1)})", 160))
+    for title, cause in shown:
+        lines.append(clipped(f"{clipped(title, 120)} ({_enumerated(cause.clauses, 1)})", 160))
     if len(shown) < len(rest):
         lines.append(f"and {several(len(rest) - len(shown), 'more line')}: --all, or the report")
     return lines
@@ -149,17 +157,39 @@ def _number(found: Sequence[Cause]) -> int:
     return len({clause for cause in found for clause in cause.clauses})
 
 
-def _render_cause(index: int, cause: Cause, at_most: int | None = 3) -> list[str]:
+def _titles(found: Sequence[Cause]) -> list[str]:
+    """Number and title of each cause; says of the rest that it is not explained, if some are."""
+    some, titles = any(cause.is_explained for cause in found), []
+    for index, cause in enumerate(found, 1):
+        mark = "not explained: " if some and not cause.is_explained else ""
+        whole = cause.title.replace(cause.text, _headline(cause)) if _is_headline(cause) else ""
+        titles.append(clipped(f"{index:2}  {mark}{whole or cause.title}", 160))
+    return titles
+
+
+def _headline(cause: Cause) -> str:
+    return headline_of(cause.first.decisive_cases[0]["message"])
+
+
+def _is_headline(cause: Cause) -> bool:
+    """Whether the cause is the finding itself, which may have been cut."""
+    return clipped(_headline(cause)) == cause.text
+
+
+def _render_cause(title: str, cause: Cause, at_most: int | None = 3) -> list[str]:
     first = cause.first.decisive_cases[0]
-    headline = headline_of(first["message"])
-    finding = headline if headline != cause.text else _difference(first)
+    finding = _difference(first) if _is_headline(cause) else _headline(cause)
     return [
-        f"{index:2}  {cause.title}",
+        title,
         *([clipped(f"    {finding}", 160)] if finding else []),
-        *([clipped(f"    {kind}", 160)] if (kind := kind_of(cause)) else []),
+        *_kind(cause),
         f"    {cause.first.level}: {_enumerated(cause.clauses, at_most)}",
         f"    again: {first['rerun']}",
     ]
+
+
+def _kind(cause: Cause) -> list[str]:
+    return [clipped(f"    {kind}", 160)] if (kind := kind_of(cause)) else []
 
 
 def kind_of(cause: Cause) -> str:

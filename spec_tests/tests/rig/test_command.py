@@ -58,6 +58,17 @@ def spec_tests(*arguments: str, **options: Any) -> subprocess.CompletedProcess[s
     return python("-m", "spec_tests", *arguments, **options)
 
 
+def test_an_output_that_is_closed_ends_the_command_in_one_line():
+    """As `| head` does."""
+    read, write = os.pipe()
+    os.close(read)
+    asked = [sys.executable, "-m", "spec_tests", "--help"]
+    ended = subprocess.run(asked, stdout=write, stderr=subprocess.PIPE, cwd=ROOT, text=True)
+    os.close(write)
+    said = "stopped: the output was closed, nobody reads the rest\n"
+    assert (ended.returncode, ended.stderr) == (2, said)
+
+
 def test_right_code_of_a_users_own_conforms_from_any_folder(tmp_path: Path):
     (tmp_path / "mine.py").write_text(RIGHT)
     # The configuration and the tests of whoever calls have no part in the verdict.

@@ -273,10 +273,19 @@ def test_the_terminal_ends_with_the_causes_in_at_most_forty_lines():
     assert "    correct: ddp.a.n0, ddp.a.n1, ddp.a.n2 and 6 more" in ending
     assert ending[-1].endswith("more lines: --all, or the report")
     assert "likely: " not in shown
+    assert "\n 2  not explained: rank 0, 'w' (2,): expected the " in shown
     whole = render_ending(events, everything=True)
     assert " more" not in whole, "nothing is enumerated in part"
     assert whole.count("likely: ") == 9
     assert render_ending(events[:3]).count("likely: ") == 1, "few findings are shown in full"
+
+
+def test_an_ending_shows_each_finding_once_however_long_it_is():
+    for several in ("a", "abcd"):
+        texts = [BARE.replace("something", letter * 90) for letter in several]
+        shown = render_ending(log(*(failed(f"ddp.{text[-9]}", text) for text in texts)))
+        assert all(shown.count(f"got {letter * 90}") == 1 for letter in several), shown
+        assert all(shown.count(f"got {letter}") == 1 for letter in several), shown
 
 
 def test_a_message_that_is_cut_keeps_the_frames_of_the_judged_code_and_its_end():

@@ -71,6 +71,12 @@ def token_loader(paths, **options):
     batches = list(plain.token_loader(paths, **options))
     return DataLoader(batches, batch_size=None, num_workers=2)
 """
+SHARED = """
+from spec_tests import plain
+
+def token_loader(paths, **how):
+    return [(x - 2 * how["rank"], y - 2 * how["rank"]) for x, y in plain.token_loader(paths, **how)]
+"""
 MOVED = """
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -138,6 +144,15 @@ ROWS = {
         f"a loader that {name}": Row(LOADER.format(statement), FAILED, (said,), WINDOW, {})
         for name, (statement, said) in LOADERS.items()
     },
+    "a loader that begins within the part of another rank": Row(
+        SHARED,
+        FAILED,
+        (
+            "\ntoken id 4 is in row 1 of batch 0 of rank 0 and in row 0 of batch 0 of rank 1\n"
+            "likely: ranks 0 and 1 read the same tokens\n",
+        ),
+        *("data.partition.ranks-differ", {}),
+    ),
     "a loader with workers": Row(WORKERS, PASSED, (), ORDER, {}),
     "a module that was moved": Row(MOVED.format("pass"), PASSED, (), "ddp.footprint.gradients", {}),
     "a module that was moved, and copied twice": Row(
