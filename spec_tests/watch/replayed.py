@@ -8,6 +8,7 @@ sum of absolute values, of which 64 are for kernels that add in another order.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -201,7 +202,9 @@ def judge(files: Sequence[Path], batches: int, is_mean: bool) -> list[Deviation]
     """
     import torch  # needed here alone
 
-    ranks = [torch.load(file, weights_only=True) for file in files]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch 2.11: of sparse gradients in a file
+        ranks = [torch.load(file, weights_only=True) for file in files]
     deviations: list[Deviation | None] = []
     for rank in range(len(ranks)):
         tensors = [_compared(ranks, rank, name, batches) for name in ranks[rank]["actual"]]

@@ -33,7 +33,8 @@ def let_gloo_give_way() -> None:
     """Give gloo's threads a lower priority than those that compute.
 
     One that finds the lock of a connection taken asks again at once. Where its holder waits for the
-    same core that went on for a time slice: a tenth of all processor time.
+    same core that went on for a time slice: a tenth of all processor time. The gloo of torch 2.11
+    does not name its threads: there they keep their priority.
     """
     if not sys.platform.startswith("linux"):
         return  # elsewhere a thread has no priority of its own here

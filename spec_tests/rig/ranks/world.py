@@ -288,11 +288,12 @@ def _is_own(error: RemoteError) -> bool:
 _NO_BACKWARD = "You must implement either the backward or vjp method"
 
 # What is said of a missing device by torch ("Torch not compiled with CUDA enabled", "NVTX functions
-# not installed", "Tried to instantiate dummy base class"), by Triton ("0 active drivers") and by
+# not installed", "Tried to instantiate dummy base class"; for CUDA: "Found no NVIDIA driver",
+# "invalid argument to reset_peak_memory_stats"), by Triton ("0 active drivers") and by
 # code that checks for one. No path, which may hold any word.
 _NO_CUDA = re.compile(
     r"(?<![/\w])(cuda|gpu|nvidia|nvtx|nccl)(?!/)|_cuda_|is_cuda|active drivers|dummy base class"
-    r"|accelerator device when none",
+    r"|accelerator device when none|argument to reset_\w+_memory_stats",
     re.IGNORECASE,
 )
 

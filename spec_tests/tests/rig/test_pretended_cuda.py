@@ -56,7 +56,8 @@ HABITS = {
     "nvtx": "torch.cuda.nvtx.range_push('x'); torch.cuda.nvtx.range_pop()",
     "a block on a stream": "with torch.cuda.nvtx.range('x'), torch.cuda.stream(None):\n"
     "        weight.detach().record_stream(torch.cuda.current_stream())",
-    "a clock": "torch.cuda.Event().elapsed_time(torch.cuda.Event())",
+    "a clock": "clock = torch.cuda.Event(enable_timing=True); clock.record(); "
+    "clock.elapsed_time(clock)",
     "waits": "torch.cuda.synchronize()",
     "memory": "torch.cuda.reset_peak_memory_stats(); torch.cuda.mem_get_info()",
     "chooses its device": "torch.cuda.set_device(dist.get_rank())",
@@ -179,9 +180,17 @@ def rows(
     return {f"{name}, {how}": (each, pretends, outcome, said) for name, each in statements.items()}
 
 
+# A build for CUDA has labels, and asks for a driver before gloo is asked.
+OF_A_BUILD = ("nvtx", "a wait on the stream") if torch.version.cuda else ()
+
+
+def without_those_of_a_build(statements: dict[str, str]) -> dict[str, str]:
+    return {name: each for name, each in statements.items() if name not in OF_A_BUILD}
+
+
 ROWS: dict[str, Row] = {
-    **rows(HABITS, False, Outcome.NOT_HERE, NEEDS),
-    **rows(REFUSED, False, Outcome.NOT_HERE, GLOO),
+    **rows(without_those_of_a_build(HABITS), False, Outcome.NOT_HERE, NEEDS),
+    **rows(without_those_of_a_build(REFUSED), False, Outcome.NOT_HERE, GLOO),
     **rows(WRONG | FAULTY, False, Outcome.FAILED),
     **rows(WRONG, True, Outcome.FAILED),
     **rows(BEYOND, True, Outcome.NOT_HERE, ("CUDA device",)),
@@ -252,7 +261,8 @@ def test_all_of_it_is_done_where_cuda_is_stood_in_for(
     known = len(module_worlds.leaks)
     found = judged(habits[True], module_worlds, transport=transport)
     assert found.outcome is Outcome.PASSED, found.message
-    others = [leak for leak in module_worlds.leaks[known:] if "process groups" not in leak]
+    # Groups may be kept; a file is open while another rank's thread reads the source of an error.
+    others = [leak for leak in module_worlds.leaks[known:] if not leak.endswith("(kept)")]
     assert others == [], "what the stand-in replaces is not the implementation's doing"
 
 
