@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ _GRACE_SECONDS = 3.0
 _MISMATCH_SECONDS = 2.0  # that ranks wait in collectives that do not match, until they are ended
 _GONE_ON_SECONDS = 10.0  # after a mismatch: then it is not what the ranks wait for
 _KEPT = 100  # findings of one norm about one optimizer
+_MOST = 2000  # findings, and the first of each norm about each optimizer
 _RECORDS = "512"  # collectives that torch's flight recorder keeps: 6 ms to read
 
 
@@ -63,6 +65,7 @@ class Agent:
         self._steps = self._ranks_seen = 0  # of runs that have ended
         self._went_on = 0  # findings that the command has gone on after
         self._script = ""
+        self._counts: Counter[tuple[Any, ...]] = Counter()
         self._said: set[str] = set()  # norms that a line was printed of
         self._is_announced = self._is_compared = False
 
@@ -246,8 +249,8 @@ class Agent:
     def _report(self, findings: Iterable[Finding]) -> None:
         for finding in findings:
             same = (finding.norm, finding.optimizer, finding.kind)
-            known = sum(same == (f.norm, f.optimizer, f.kind) for f in self.findings)
-            if known < _KEPT:
+            known = self._counts[same] = self._counts[same] + 1
+            if known == 1 or (known <= _KEPT and len(self.findings) < _MOST):
                 self.findings.append(dataclasses.replace(finding, at=time.monotonic()))
             weighed = self.run.regimes.weigh(finding)
             if finding.norm not in self._said and weighed is not None and is_must(weighed):
@@ -260,6 +263,7 @@ class Agent:
         return [each for each in map(self.run.regimes.weigh, self.findings) if each is not None]
 
     def _report_end(self, run: Run) -> None:
+        run.regimes.end(run)
         found = [*traffic.ends(run), *traffic.as_many_steps(run)]
         was_told = any(f.norm == "watch.run.ends" for f in self.findings[self._went_on :])
         self._report(f for f in found if f.norm != "watch.run.ends" or not was_told)
@@ -285,6 +289,7 @@ class Agent:
             if len(kept) < len(self.findings):
                 self.findings = kept
                 self._said.discard("watch.run.goes-on")
+                self._counts.clear()
                 _say("the ranks went on: the hang was none, and is withdrawn")
         has_mismatch = any(f.norm == "watch.collectives.match" for f in self.findings)
         found = list(traffic.goes_on(self.run, now, self._options.patience))

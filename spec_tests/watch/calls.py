@@ -332,6 +332,7 @@ def all_reduce(original: Any, *arguments: Any, **keywords: Any) -> Any:
         tensor = given.get("tensor")
         if isinstance(tensor, Tensor) and tensor.is_floating_point() and not is_dtensor(tensor):
             is_in_backward = torch._C._current_graph_task_id() != -1  # as a hook of DDP's is
+            probe.window.by_hand += 0 if is_in_backward else tensor.numel()
             if len(probe.window.summed_up) < _FEW and not is_in_backward:
                 pointer = tensor.untyped_storage().data_ptr()
                 probe.window.summed_up.append((tensor.numel(), pointer))
@@ -364,7 +365,7 @@ def others(probe: Any) -> list[int]:
     parameters = [p for each in known if (p := each.parameter()) is not None]
     grads = [local_of(p.grad) for p in parameters if p.grad is not None]
     pointers = {g.untyped_storage().data_ptr() for g in grads}
-    sizes = {g.numel() for g in grads} | {sum(g.numel() for g in grads)}
+    sizes = {sum(g.numel() for g in grads)}
     found = probe.window.summed_up
     return [size for size, pointer in found if pointer not in pointers and size not in sizes]
 

@@ -311,7 +311,7 @@ class Probe:
         """A backward has added to the gradient of a parameter."""
         ddp = (self.names.of(parameter).wrapper or (lambda: None))()
         is_unsynced = ddp is not None and not ddp.require_backward_grad_sync
-        self.window.accumulated(parameter, is_unsynced)
+        self.window.accumulated(parameter, is_unsynced, ddp is not None and not is_unsynced)
         calls.made(self, parameter)
         for recording in self.recordings.values():
             recording.accumulated()

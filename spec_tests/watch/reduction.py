@@ -51,8 +51,8 @@ def nothing_reduced_under_no_sync(step: Step, rank: int, event: Event) -> Findin
     """A gradient MUST NOT be reduced in a micro-batch that `no_sync` is meant to leave out."""
     meant = event["backwards"] - event["unsynced"]
     is_known = event["unsynced"] and event["is_complete"] and event["distinct"]
-    times = event["reduced"] / event["distinct"] if is_known else 0.0
-    if step.run.world == 1 or times <= meant + 0.5:
+    times = (event["reduced"] - event["by_hand"]) / event["distinct"] if is_known else 0.0
+    if step.run.world == 1 or not is_known or times <= event["synced"] / event["distinct"] + 0.5:
         return None
     outside = sum(forward["syncs"] is True for forward in event["forwards"]) > meant
     return step.finding(
@@ -172,6 +172,7 @@ def gradients_equal(step: Step) -> Iterator[Finding]:
     if not found:
         return
     name, rank, values = _first(found)
+    is_synced = all(e["backwards"] > e["unsynced"] for e in step.events.values())
     lacks = [r for r, v in values.items() if v is None]
     micro_batches, likely = _reduced_ones(step, rank)
     place = step.events[rank]["forwards"][-1]["place"] if likely else None
@@ -193,6 +194,7 @@ def gradients_equal(step: Step) -> Iterator[Finding]:
         place=place,
         likely=likely,
         is_advice=bool(gone),
+        is_certain=is_synced and name in ddp,
     )
 
 
@@ -223,9 +225,6 @@ def replicas_begin_equal(step: Step) -> Iterator[Finding]:
         return  # nothing, or no module's, such as a shard that this rank updates
     name, rank, values = _first(sorted(found, key=lambda each: not entries[each[0]]["is_added"]))
     likely = step.unwrapped(name) or "the first weights were not broadcast"
-    if entries[name]["is_added"]:
-        likely = "the parameter was added after the model was wrapped, whose wrapper neither "
-        likely += "broadcasts nor reduces it"
     yield step.finding(
         rank,
         f"expected the weights of rank {min(values)} before the first step, got others "
@@ -260,7 +259,8 @@ def replicas_equal(step: Step) -> Iterator[Finding]:
 )
 def unheld_equal(step: Step) -> Iterator[Finding]:
     """Parameters that no optimizer holds, as of a teacher, MUST stay equal if they begin equal."""
-    if any(step.unequal("after", every=True)):
+    is_local = any(e["kind"] == "local" for rank in step.events for e in step.layout(rank))
+    if is_local or any(step.unequal("after", every=True)):
         return  # what they are averages of differs
     for peers in step.peers():
         events = {rank: step.events[rank]["unheld"] for rank in peers}
@@ -287,7 +287,7 @@ def _first(found: Sequence[tuple[str, str, dict[int, Any]]]) -> tuple[str, int, 
 
 
 def _several(found: Sequence[Any], step: Step) -> str:
-    return f"{len(found)} of {len(step.layout(min(step.events)))} parameters"
+    return f"{len({each[0] for each in found})} of {len(step.entries)} parameters"
 
 
 @step_norm("watch.optimizer.same-options", source=_DDP, about=About.PEERS)

@@ -10,18 +10,20 @@ A command may start several trainings, one after the other: each is judged by wh
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from spec_tests.rig.outcomes import Strength
 from spec_tests.watch.norm import ABOUT, NORMS, About, Finding
 
 if TYPE_CHECKING:
-    from spec_tests.watch.run import Step
+    from spec_tests.watch.run import Run, Step
 
 NAME_REPLICAS = "name the ranks that are replicas, as --replicas 0,1"
 _FIRST = 3  # steps that show whether gradients are exchanged
+_OF_WINDOWS = ("forwards", "reduced", "carried", "distinct", "rooted", "is_complete")
 _FEW = 64  # elements that collectives may carry, such as a loss that is shown
 _NOTHING = "nothing reduces their gradients, so that the ranks train alone"
 
@@ -48,7 +50,6 @@ _SILENT, _ADVICE, _AS_IT_IS = range(3)
 Whose = tuple[int, int]  # of the command's trainings the number, of its optimizers the number
 # Where nothing is said here, a finding weighs what its norm does, and its likely cause is its own.
 _RULES: dict[About, dict[Regime, tuple[int, str]]] = {
-    About.ITSELF: {},
     About.EQUAL: {
         Regime.UNREDUCED: (_AS_IT_IS, _LATER),
         Regime.EARLY: (_ADVICE, f"{_LATER}: run it for more --steps, or without the option"),
@@ -113,6 +114,7 @@ class Regimes:
     _seen: dict[Whose, Seen] = field(default_factory=dict)
     _exchanges: dict[tuple[int, str], str] = field(default_factory=dict)  # by training and layout
     _apart: dict[str, Step] = field(default_factory=dict)  # the last step that left weights apart
+    _windows: dict[int, dict[str, Any]] = field(default_factory=dict)  # of ranks: the last ones
 
     def of(self, whose: Whose, kind: str) -> Regime:
         """Return the regime of an optimizer's parameters.
@@ -136,11 +138,12 @@ class Regimes:
             return Regime.PERIODIC
         if not seen.is_quiet or seen.has_held or seen.has_reduced:
             return Regime.REPLICAS
-        return Regime.EARLY if self.is_cut and not seen.unequal else Regime.UNREDUCED
+        is_early = self.is_cut and not (seen.unequal or self.named)
+        return Regime.EARLY if is_early else Regime.UNREDUCED
 
     def doubt(self, whose: Whose) -> str:
         """Return why an optimizer's plain parameters may be no replicas, or ""."""
-        own = self._seen[whose].doubt if whose in self._seen else ""
+        own = self._seen.get(whose, Seen()).doubt
         return "" if self.named else own or next(iter(self.doubts), "")
 
     def exchange(self, whose: Whose) -> str:
@@ -148,17 +151,16 @@ class Regimes:
 
         It is one of the same training; or of the same parameters, where a command starts again.
         """
-        layout = self._seen[whose].layout if whose in self._seen else None
-        known = self._exchanges.items()
+        layout, known = self._seen.get(whose, Seen()).layout, self._exchanges.items()
         return next((step for of, step in known if of[0] == whose[0] or of[1] == layout), "")
 
     def begins_unequal(self, whose: Whose) -> bool:
         """Return whether plain parameters begin unequal: that is told once."""
-        return whose in self._seen and bool(self._seen[whose].unequal)
+        return bool(self._seen.get(whose, Seen()).unequal)
 
     def is_reduced(self, whose: Whose) -> bool:
         """Return whether plain parameters that begin unequal were given equal gradients."""
-        return whose in self._seen and self._seen[whose].is_reduced
+        return self._seen.get(whose, Seen()).is_reduced
 
     def are_apart(self, training: int) -> bool:
         """Return whether ranks go ways of their own for some steps, so that these may be uneven."""
@@ -171,7 +173,7 @@ class Regimes:
         if finding.optimizer is None:
             return finding
         regime = self.of(finding.optimizer, finding.kind)
-        weight, likely = _RULES[about].get(regime, (_AS_IT_IS, ""))
+        weight, likely = _RULES.get(about, {}).get(regime, (_AS_IT_IS, ""))
         is_should = NORMS[finding.norm].strength is not Strength.MUST
         if weight == _SILENT or (weight == _ADVICE and is_should):
             return None
@@ -186,15 +188,28 @@ class Regimes:
         """The command starts ranks again: no exchange is between two trainings."""
         self._apart.clear()
 
+    def end(self, run: Run) -> None:
+        """Ranks that end may have averaged their weights after the last step."""
+        for layout, last in self._apart.items():
+            sizes = Counter(math.prod(last.entries[n]["shape"]) for n, *_ in last.unequal("after"))
+            sent = [Counter(run.ranks[r].sizes(e["t"])) for r, e in last.events.items()]
+            if sizes and all(sizes <= of or of[sum(sizes.elements())] for of in sent):
+                self._exchanges.setdefault((run.training, layout), "the end")
+
     def take(self, step: Step) -> None:
         """Take what a step shows, before it is judged."""
         seen = self._seen.setdefault(step.whose, Seen())
+        for rank, event in step.events.items():  # of several optimizers, the first has the window
+            if event["computed"] or event["forwards"]:
+                self._windows[rank] = {key: event[key] for key in _OF_WINDOWS}
+        found = {r: {**e, **self._windows.get(r, {})} for r, e in step.events.items()}
+        step = replace(step, events=found)
         first = step.layout(min(step.events))
         seen.layout = repr([(entry["name"], entry["shape"]) for entry in first])
         events = step.events.values()
         if step.number == 1:
-            found = step.unequal("before", every=True)
-            seen.unequal = {name for name, kind, _ in found if kind == "plain"}
+            unequal = step.unequal("before", every=True)
+            seen.unequal = {name for name, kind, _ in unequal if kind == "plain"}
             seen.is_reduced = _are_reduced(step, seen.unequal)
         if step.number <= _FIRST:
             seen.is_quiet &= all(
@@ -208,9 +223,11 @@ class Regimes:
         seen.has_held |= is_equal and all(event["moved"] for event in events)
         # What is apart another optimizer may step next: one of the next round, an outer one.
         last = self._apart.pop(seen.layout, None)
+        where = step.whose[0], seen.layout
         if last is not None and not self.exchange(step.whose) and _are_exchanged(step, last):
-            said = f"step {step.number} at {step.place(min(step.events))}"
-            self._exchanges[step.whose[0], seen.layout] = said
+            self._exchanges[where] = f"step {step.number} at {step.place(min(step.events))}"
+        elif last is not None and is_equal and any(step.unequal("before")):
+            self._exchanges.setdefault(where, f"the end of step {step.number}")
         if any(step.unequal("after")):
             self._apart[seen.layout] = step
 
@@ -252,15 +269,21 @@ def _doubt(step: Step) -> str:
 def _are_exchanged(step: Step, last: Step) -> bool:
     """Return whether ranks sent each other the weights that a step left apart, and changed them.
 
-    All ranks change theirs, to those of no rank; or all have those of the one that had the sum of
-    the gradients (`dist.reduce`) alone. If only a part is exchanged, it is equal on all ranks then.
+    All ranks change theirs, to those of no rank; or all have those of the one that alone had
+    a gradient, or the sum (`dist.reduce`). A part that is exchanged is equal on all ranks then.
     """
     apart = {name: {*values.values()} for name, _, values in last.unequal("after")}
     sizes = {name: math.prod(entry["shape"]) for name, entry in step.entries.items()}
     since = {rank: event["t"] for rank, event in last.events.items()}
-    sent = (step.run.ranks[r].carried(since[r], e["begun"]) for r, e in step.events.items())
+    sent = [
+        step.run.ranks[rank].carried(since[rank], event["begun"], is_any=True)
+        - (event["by_wrappers"] - last.events[rank]["by_wrappers"])
+        for rank, event in step.events.items()
+    ]
     off = {name for name, _, _ in step.unequal("before")}
-    if all(event["rooted"] for event in last.events.values()):
+    had = {name: sum(g is not None for g in of.values()) for name, _, of in last.replicas("grads")}
+    is_rooted = all(event["rooted"] for event in last.events.values())
+    if is_rooted or all(had[name] == 1 for name in apart):
         new = set() if off else {*apart}
     else:
         now = {name: {*of.values()} for name, _, of in step.replicas("before") if name in apart}

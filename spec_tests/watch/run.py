@@ -64,6 +64,7 @@ class Rank:
     missed: int = 0
     read_until: int = 0
     stepped_at: int = 0
+    by_wrappers: int = 0  # elements that DDP reduced in all steps so far
     place: str = ""
     waits: bool = False
     cpu: float = 0.0
@@ -110,10 +111,14 @@ class Rank:
         has_ended = self.has_ended and self.raised is None
         return (self.issued, sum(self.steps.values()), has_ended)
 
-    def carried(self, since: int, until: int) -> int:
-        """Floating-point elements that collectives of any kind were given in a span of time."""
-        found = (c for c in self.window if since <= c.time < until and _FLOATS & {*c.dtypes})
-        return sum(each.numel for each in found)
+    def carried(self, since: int, until: float, *, is_any: bool = False) -> int:
+        """Elements, of any type or floating-point ones, that collectives were given in a span."""
+        found = (c for c in self.window if since <= c.time < until)
+        return sum(each.numel for each in found if is_any or _FLOATS & {*each.dtypes})
+
+    def sizes(self, since: int) -> list[int]:
+        """Return how many elements each collective since a time was given."""
+        return [each.numel for each in self.window if since <= each.time]
 
     def reductions(self, since: int, until: int) -> list[Collective]:
         """Return the collectives of a span of time that reduce floating-point numbers."""
@@ -191,6 +196,9 @@ class Step:
         every = self.entries
         others = sum(entry["kind"] == "ddp" for entry in every.values())
         is_plain = name in every and every[name]["kind"] == "plain"
+        if name in every and every[name]["is_added"]:
+            words = "the parameter was added after the model was wrapped, whose wrapper neither "
+            return words + "broadcasts nor reduces it"
         words = f"its model is not wrapped, while that of {others} other parameters of the "
         return (words + "optimizer is") * (is_plain and others > 0)
 
@@ -309,6 +317,8 @@ class Run:
                 reduced.remove(size)
         event["reduced"], event["largest"] = sum(reduced), max(reduced, default=0)
         event["carried"] = rank.carried(rank.stepped_at, event["begun"])
+        rank.by_wrappers += event["by_ddp"]
+        event["by_wrappers"] = rank.by_wrappers
         event["rooted"] = names == {"reduce"} and event["reduced"] >= event["distinct"]
         event["is_complete"] = rank.read_until >= event["begun"] and not rank.missed
         event["layout"] = rank.layouts[optimizer]

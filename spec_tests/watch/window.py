@@ -58,6 +58,8 @@ class Window:
         self.feed: Any = None  # the loader that gave its batches
         self.is_cleared = False  # gradients, since the last backward
         self.summed_up: list[tuple[int, int]] = []  # elements and memory of the script's own sums
+        self.by_ddp = 0  # elements that DDP is to reduce
+        self.by_hand = 0  # elements that the script's own sums were given, outside of a backward
         self.has_dropped = False  # gradients of a backward that no step was taken with
         self.counts: dict[int, list[int]] = {}  # parameter to its backwards, unsynced ones, size
         self.made: dict[int, tuple[int, Tensor]] = {}  # parameter to its size, and gradient's norm
@@ -96,11 +98,12 @@ class Window:
             for loss in self.losses:
                 loss["is_cleared"] = loss["weight"] is not None
 
-    def accumulated(self, parameter: Tensor, is_unsynced: bool) -> None:
+    def accumulated(self, parameter: Tensor, is_unsynced: bool, is_synced: bool) -> None:
         """A backward has added to the gradient of a parameter, and DDP will reduce it or not."""
         counted = self.counts.setdefault(id(parameter), [0, 0, parameter.numel()])
         counted[0] += 1
         counted[1] += is_unsynced
+        self.by_ddp += parameter.numel() * is_synced
         self.is_cleared = False
 
     def backwards(self, parameters: Iterable[Tensor]) -> int:
@@ -140,6 +143,9 @@ class Window:
             "scheduled": max(self.scheduled.values(), default=None),
             "computed": sum(times * size for times, _, size in counted),
             "distinct": sum(size for _, _, size in counted),
+            "synced": sum((times - left) * size for times, left, size in counted),
+            "by_hand": self.by_hand,
+            "by_ddp": self.by_ddp,
             "backwards": max((times for times, _, _ in counted), default=0),
             "unsynced": max((times for _, times, _ in counted), default=0),
         }
