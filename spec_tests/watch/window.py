@@ -57,7 +57,7 @@ class Window:
         self.is_low = False  # whether it computes in 16 bits
         self.feed: Any = None  # the loader that gave its batches
         self.is_cleared = False  # gradients, since the last backward
-        self.summed_up: list[tuple[int, int]] = []  # elements and memory of the script's own sums
+        self.summed_up: list[tuple[int, int]] = []  # by hand: elements, memory or 0
         self.by_ddp = 0  # elements that DDP is to reduce
         self.by_hand = 0  # elements that the script's own sums were given, outside of a backward
         self.has_dropped = False  # gradients of a backward that no step was taken with
