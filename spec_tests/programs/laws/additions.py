@@ -124,7 +124,7 @@ def trained(ctx: Context, wrap: Any, finish: Any, subject: str, addition: str) -
         finish(ctx, subject, wrapped)
 
     step()
-    new = added_to(model, addition) if addition else {}
+    new: dict[str, Any] = dict(added_to(model, addition)) if addition else {}
     if not all(parameter.requires_grad for parameter in new.values()):
         step()
     for parameter in new.values():
