@@ -40,15 +40,18 @@ SERVES = {
     "fully_shard": ("fsdp", ("fully_shard", "fsdp")),
     "zero1": ("zero1", ("sharded_optimizer",)),
     "distributed": ("ddp", ("ddp", "ddp_bucketed")),
+    "clip": ("clip", ("fully_shard", "ddp", "build_fsdp_trainer")),
+    "inventory": ("ddp fsdp", ("ddp", "fully_shard", "fsdp")),
+    "agreement": ("ddp zero1 fsdp", ("ddp", "sharded_optimizer", "fully_shard", "fsdp")),
 }
-"""The chapter and the functions that a module serves, by a part of its name."""
+"""The chapters and the functions that a module serves, by a part of its name."""
 ROOTS = {"solution": "solution", "spec_tests": "plain", "torch": "torch"}
 """The implementation of which a module is, by the first part of its name."""
 
 
 def told_by(mutant: Mutant, *, seconds: float, clauses: bool) -> str:
     """Return what rejects a mutant: a seed, a row or a clause, or nothing."""
-    chapter, subjects = next(v for k, v in SERVES.items() if k in mutant.module.split("."))
+    chapters, subjects = next(v for k, v in SERVES.items() if k in mutant.module.split("."))
     worlds, deadline, is_offered = Worlds(max_pools=2), time.monotonic() + seconds, False
     target = parse(f"impostor:{mutant.id}")
     root = mutant.module.partition(".")[0]
@@ -71,7 +74,7 @@ def told_by(mutant: Mutant, *, seconds: float, clauses: bool) -> str:
         worlds.close()
     if not is_offered:
         return "refusal: nothing is offered any more"
-    return _told_by_clause(mutant, chapter) if clauses else ""
+    return _told_by_clause(mutant, chapters) if clauses else ""
 
 
 def _situations(subjects: Sequence[str], root: str) -> Iterator[tuple[str, str, int, str, str]]:
@@ -96,9 +99,11 @@ def _situations(subjects: Sequence[str], root: str) -> Iterator[tuple[str, str, 
                     yield "row", subject, size, level, line
 
 
-def _told_by_clause(mutant: Mutant, chapter: str) -> str:
+def _told_by_clause(mutant: Mutant, chapters: str) -> str:
     command = [sys.executable, "-m", "spec_tests", "--impl", f"impostor:{mutant.id}"]
-    command += ["--clause", f"{chapter}.[!p]*", "--level", "production", "-x"]
+    # All but `programs`: those are seeds and rows once more.
+    asked = ",".join(f"{chapter}.[!p]*,{chapter}.pre*" for chapter in chapters.split())
+    command += ["--clause", asked, "--level", "production", "-x"]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     found = re.search(r"^(?:failed|died|hang): \[(.+?)\]", ended.stdout, re.MULTILINE)
     return f"clause: {found[1]}" if found else ""

@@ -47,6 +47,22 @@ class AsIs(torch.optim.SGD):
         return loss
 
 
+class Hooked(torch.optim.SGD):
+    """SGD that makes each of its updates twice, the second time in a hook of its own."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr=lr)
+        self.register_step_post_hook(_once_more)
+
+
+@torch.no_grad()
+def _once_more(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if p.grad is not None:
+                p.add_(p.grad, alpha=-group["lr"])
+
+
 def dealt(held: Sequence[Any], number: int) -> list[dict[str, Any]]:
     """Return so many groups of parameters that are dealt to them in turn."""
     number = min(number, len(held))

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from spec_tests.programs.optimizers import FUSED, SGD, AsIs, Counting, dealt, with_options
+from spec_tests.programs.optimizers import FUSED, SGD, AsIs, Counting, Hooked, dealt, with_options
 from spec_tests.rig.outcomes import LEVELS
 from spec_tests.rig.toys import TOYS
 
@@ -238,6 +238,7 @@ AXES: Mapping[str, Mapping[str, Word]] = {
             (torch.optim.Adafactor, {"lr": 0.5}), refusable=OPTIMIZER, is_drawn=False
         ),
         "as-is": Word((AsIs, {"lr": 2.0**-6}), is_drawn=False),
+        "hooked": Word((Hooked, {"lr": 2.0**-6}), is_drawn=False),
         # Of trainers, see `one_trainer.OPTIMIZERS`.
         "slow": Word(of=TRAINERS, is_drawn=False),
         "lasting": Word(of=TRAINERS, is_drawn=False),

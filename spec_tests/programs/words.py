@@ -163,6 +163,7 @@ SETTINGS = {
     "counts-steps": "an optimizer that counts its steps in its groups",
     "counts-later": "an optimizer whose groups have no count of steps before the first",
     "as-is": "an optimizer that calls a closure without enabling gradients",
+    "hooked": "an optimizer that makes a second update in a hook that it has registered itself",
     "own-options": "three groups, of which two have options of their own",
     "group-each": "each parameter is a group",
     "clipped": "gradients are clipped to a norm of at most 0.5",

@@ -29,13 +29,27 @@ ACTIVATIONS = 16 * WIDTH * 4
 """More than one layer keeps for backward."""
 
 
-class Tower(nn.Module):
-    """Layers of equal size, called with their input, with `input=` or by `checkpoint`."""
+def _linear(inputs: int = WIDTH, outputs: int = WIDTH) -> nn.Module:
+    return nn.Linear(inputs, outputs, bias=False)
 
-    def __init__(self, depth: int, by_keyword: bool = False, recomputes: bool = False) -> None:
+
+def _halves() -> nn.Module:
+    return nn.Sequential(_linear(outputs=WIDTH // 2), _linear(inputs=WIDTH // 2))
+
+
+class Tower(nn.Module):
+    """Layers of equal size, called with their input, with `input=` or by `checkpoint`.
+
+    Args:
+        halves: a layer has two weights, each of half the size.
+    """
+
+    def __init__(
+        self, depth: int, by_keyword: bool = False, recomputes: bool = False, halves: bool = False
+    ) -> None:
         super().__init__()
         self.by_keyword, self.recomputes = by_keyword, recomputes
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(depth))
+        self.layers = nn.ModuleList(_halves() if halves else _linear() for _ in range(depth))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
@@ -151,13 +165,14 @@ def test_between_steps_a_rank_holds_its_shards_and_no_more(world, subject):
     source="contract: freed; "
     f"{MEMORY}; Efficient DL week 5, task 1; CS336: free the gathered weights after use",
 )
-def test_full_weights_are_freed_after_forward_and_backward(world, subject):
+@pytest.mark.parametrize("halves", [False, True], ids=["one-weight", "two-weights"])
+def test_full_weights_are_freed_after_forward_and_backward(world, subject, halves):
     """Full weights MUST be freed after forward and after backward, unless they are to be kept.
 
     A forward without gradients frees them, too. Autograd holds views of them: dropping the
-    wrapper's references frees nothing.
+    wrapper's references frees nothing. A unit may have one weight or several.
     """
-    ranks = world.run(footprints, subject, 6)
+    ranks = world.run(footprints, subject, 6, halves=halves)
 
     shards = 6 * UNIT // world.size
     state = {"shards": shards, "moments": 2 * shards, "slack_of_one_layer": UNIT}

@@ -52,6 +52,10 @@ def _add_parameter(model: Layer) -> None:
     model.gain = nn.Parameter(torch.full((4,), 2.0))
 
 
+def _add_frozen_parameter(model: Layer) -> None:
+    model.gain = nn.Parameter(torch.full((4,), 2.0), requires_grad=False)
+
+
 def _add_layer(model: Layer) -> None:
     model.linear = Adapted(model.linear)
 
@@ -70,6 +74,7 @@ ADDITIONS: dict[str, Callable[[Layer], None]] = {
     "layer": _add_layer,
     "replacement": _replace_layer,
     "replaced-parameter": _replace_parameter,
+    "thawed-parameter": _add_frozen_parameter,  # and a step is made before it is thawed
 }
 """What is added to a model."""
 
@@ -92,7 +97,7 @@ def added_to(model: Layer, addition: str) -> dict[str, nn.Parameter]:
     device = next(model.parameters()).device
     for parameter in new.values():
         parameter.data = parameter.data.to(device)
-        if addition != "parameter":
+        if model.gain is None:
             parameter.data.fill_(1.0)
     return new
 
@@ -104,19 +109,27 @@ def _loss(model: nn.Module, rank: int) -> torch.Tensor:
 
 
 def trained(ctx: Context, wrap: Any, finish: Any, subject: str, addition: str) -> Any:
-    """Gradients of what is added after a step, in the step after that.
+    """Gradients of what is added after a step, in the first step that trains it.
 
     Args:
         wrap, finish: of the chapter; called with (ctx, subject, model).
     """
     model = built().to(ctx.device)
     wrapped = wrap(ctx, subject, model)
-    new: dict[str, Any] = {}
-    for step in range(2):
-        if step and addition:
-            new = added_to(model, addition)
+
+    def step() -> None:
+        for parameter in wrapped.parameters():
+            parameter.grad = None
         (ctx.world_size * _loss(wrapped, ctx.rank)).backward()
         finish(ctx, subject, wrapped)
+
+    step()
+    new: dict[str, Any] = dict(added_to(model, addition)) if addition else {}
+    if not all(parameter.requires_grad for parameter in new.values()):
+        step()
+    for parameter in new.values():
+        parameter.requires_grad_()
+    step()
     grads = {name: p.grad for name, p in new.items()}
     return {n: g.full_tensor() if hasattr(g, "full_tensor") else g for n, g in grads.items()}
 
@@ -135,6 +148,8 @@ def get_the_mean(world: World, body: Callable[..., Any], subject: str, addition:
     for rank in range(world.size):
         model = built()
         new = added_to(model, addition)
+        for parameter in new.values():
+            parameter.requires_grad_()
         (world.size * _loss(model, rank)).backward()
         own.append({name: parameter.grad for name, parameter in new.items()})
     mean = {name: torch.stack([g[name] for g in own]).mean(0) for name in own[0]}  # type: ignore[misc]  # all have one
