@@ -227,6 +227,7 @@ AXES: Mapping[str, Mapping[str, Word]] = {
     "moments": {
         "sgd": Word((torch.optim.SGD, {"lr": 2.0**-6})),
         "momentum": Word((torch.optim.SGD, {"lr": 2.0**-6, "momentum": 0.5})),
+        "tensor-rate": Word((torch.optim.SGD, {"lr": torch.tensor(2.0**-6)}), is_drawn=False),
         "adam": Word((torch.optim.Adam, {"lr": 0.01})),
         "adamw": Word((torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.5})),
         "adagrad": Word((torch.optim.Adagrad, {"lr": 0.5}), refusable=OPTIMIZER),
@@ -404,9 +405,10 @@ class Scene:
 
     def _is_trained(self) -> bool:
         """Whether an update follows its gradient smoothly, so that rounding stays rounding."""
-        smooth = self.word("moments") in ("sgd", "momentum", "adamw", "slow", "lasting")
-        grouped = self.word("groups") in ("one-group", "two-groups")
-        return smooth and grouped and self.word("toy") not in (TWO_DTYPES, MIXED)
+        toy, grouped = self.word("toy"), self.word("groups") in ("one-group", "two-groups")
+        is_steep = toy in ("stack", "reordered") and not self["clipping"]  # rounding grows there
+        smooth = ("adamw",) if is_steep else ("sgd", "momentum", "adamw", "slow", "lasting")
+        return self.word("moments") in smooth and grouped and toy not in (TWO_DTYPES, MIXED)
 
     def _goes_together(self) -> bool:
         if self.frozen() is None:
