@@ -307,7 +307,8 @@ def judge_updates(
                     ),
                     Hint("the initial weight: it was never updated", never),
                     *(Hint(means, partial(at, shows, number)) for means, shows in wrong.items()),
-                ],
+                ]
+                * (call != "save"),
                 given=judge.SITUATION.get().given or situation,
             )
         before = before if call == "save" else weights

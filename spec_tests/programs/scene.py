@@ -407,7 +407,7 @@ class Scene:
         """Whether an update follows its gradient smoothly, so that rounding stays rounding."""
         toy, grouped = self.word("toy"), self.word("groups") in ("one-group", "two-groups")
         is_steep = toy in ("stack", "reordered") and not self["clipping"]  # rounding grows there
-        smooth = ("adamw",) if is_steep else ("sgd", "momentum", "adamw", "slow", "lasting")
+        smooth = ("adamw", "slow") if is_steep else ("sgd", "momentum", "adamw", "slow", "lasting")
         return self.word("moments") in smooth and grouped and toy not in (TWO_DTYPES, MIXED)
 
     def _goes_together(self) -> bool:
