@@ -406,7 +406,9 @@ class Scene:
     def _is_trained(self) -> bool:
         """Whether an update follows its gradient smoothly, so that rounding stays rounding."""
         toy, grouped = self.word("toy"), self.word("groups") in ("one-group", "two-groups")
-        is_steep = toy in ("stack", "reordered") and not self["clipping"]  # rounding grows there
+        # Rounding grows from step to step, unless steps are short.
+        steep = ("stack", "reordered") + ("ragged",) * (self["micro-batches"] > 1)
+        is_steep = toy in steep and self.word("clipping") != "clipped"
         smooth = ("adamw", "slow") if is_steep else ("sgd", "momentum", "adamw", "slow", "lasting")
         return self.word("moments") in smooth and grouped and toy not in (TWO_DTYPES, MIXED)
 
@@ -418,10 +420,8 @@ class Scene:
             return False  # rounded twice
         if self.weights is None and (self.word("weights") != "float32" or self["precision"]):
             return False  # it has dtypes of its own
-        if self.word("toy") == "tied" and self.word("built") == "on-meta":
-            return False  # `to_empty` unties
-        if self["buffers"] and self.word("built") == "on-meta":
-            return False  # nobody fills it
+        if self.word("built") == "on-meta" and (self.word("toy") == "tied" or self["buffers"]):
+            return False  # `to_empty` unties, and nobody fills a buffer
         if self["buffers"] and self.word("entrance") == "all-again":
             return False  # what is recomputed changes them once more
         if self.word("reshard") == "in-part" and self.word("mesh") == "replicas":
