@@ -192,7 +192,7 @@ class Alone(Machine):
         self._add(self._losses(*micros))
         return self.gradients()
 
-    both = backward
+    both = beside = backward
 
     def several(self, one: str, other: str) -> Gradients:
         self.backward(one)
@@ -240,6 +240,8 @@ class Alone(Machine):
     def nested(self, one: str, other: str) -> None:
         self.accumulate(one)
         self.accumulate(other)
+
+    prepared = nested
 
     def forward(self, micro: str) -> None:
         self.losses = self._losses(micro)

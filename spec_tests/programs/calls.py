@@ -166,6 +166,8 @@ VERBS: dict[str, Verb] = {
     "locally": _BACKWARD(
         then=_WAITS, of=WHOLE, level="production", refusable=WHOLE, reduces=0, records=False
     ),
+    "beside": _BACKWARD(then=_adds(1), often=0),
+    "prepared": _BACKWARD(takes=_TWO, then=_adds(2, is_open=True), of=REPLICAS, often=0, reduces=0),
     "nested": _BACKWARD(
         takes=_TWO,
         then=_adds(2, is_open=True),

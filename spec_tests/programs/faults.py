@@ -140,7 +140,7 @@ FAULTS: dict[str, Fault] = {
         lambda s, r: 1 if s.micro < r.micros - 1 else r.size * (s.rank == r.rank),
     ),
     "last-divided-twice": Fault(
-        "the last micro-batch was divided by the number of ranks twice",
+        "one micro-batch was divided by the number of ranks twice, the others once",
         lambda s, r: 1 if s.micro < r.micros - 1 else 1 / r.size,
     ),
     "reduced-in-no-sync": Fault(

@@ -296,10 +296,11 @@ def judge_updates(
         for dtype in dict.fromkeys(value.dtype for value in weights.values()):
             names = [name for name, value in weights.items() if value.dtype == dtype]
             judge.tensors(
-                [{name: rank[number][1][name] for name in names} for rank in ranks],
+                [{n: t for n, t in rank[number][1].items() if n in names} for rank in ranks],
                 {name: weights[name] for name in names},
                 within=within_steps(scene, dtype, len(program)),
-                quantity=f"weight of the plain optimizer at call {number + 1}, {call}",
+                quantity=("rate" if call == "save" else "weight")
+                + f" of the plain optimizer at call {number + 1}, {call}",
                 hints=[
                     Hint(
                         "the weight before this call: nobody updated it, or it never arrived",
@@ -307,10 +308,11 @@ def judge_updates(
                     ),
                     Hint("the initial weight: it was never updated", never),
                     *(Hint(means, partial(at, shows, number)) for means, shows in wrong.items()),
-                ],
+                ]
+                * (call != "save"),
                 given=judge.SITUATION.get().given or situation,
             )
-        before = weights
+        before = before if call == "save" else weights
 
 
 def _followed(kind: type[Stepped], scene: Scene, program: Program) -> Any:

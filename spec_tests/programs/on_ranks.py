@@ -221,6 +221,13 @@ class OnRank(Machine):
 
     both = backward
 
+    def beside(self, micro: str) -> Gradients:
+        other = type(self)(self.ctx, self.subject, Scene.of("even"))
+        (self.loss(micro) + other.loss(micro)).backward()
+        other.finish_backward()
+        self.finish_backward()
+        return self.gradients()
+
     def begun(self, micro: str) -> None:
         self.loss(micro).backward()
 
@@ -251,6 +258,12 @@ class OnRank(Machine):
                 if int(one) % 2:
                     raise PlantedError
             self.loss(other).backward()
+
+    def prepared(self, one: str, other: str) -> None:
+        windows = [self.ctx.impl.no_sync(self.wrapped) for _ in range(2)]
+        for window, micro in zip(windows, (one, other), strict=True):
+            with window:
+                self.loss(micro).backward()
 
     def leave(self) -> None:
         with contextlib.suppress(PlantedError), self.quietly():

@@ -227,6 +227,7 @@ AXES: Mapping[str, Mapping[str, Word]] = {
     "moments": {
         "sgd": Word((torch.optim.SGD, {"lr": 2.0**-6})),
         "momentum": Word((torch.optim.SGD, {"lr": 2.0**-6, "momentum": 0.5})),
+        "tensor-rate": Word((torch.optim.SGD, {"lr": torch.tensor(2.0**-6)}), is_drawn=False),
         "adam": Word((torch.optim.Adam, {"lr": 0.01})),
         "adamw": Word((torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.5})),
         "adagrad": Word((torch.optim.Adagrad, {"lr": 0.5}), refusable=OPTIMIZER),
@@ -405,9 +406,12 @@ class Scene:
 
     def _is_trained(self) -> bool:
         """Whether an update follows its gradient smoothly, so that rounding stays rounding."""
-        smooth = self.word("moments") in ("sgd", "momentum", "adamw", "slow", "lasting")
-        grouped = self.word("groups") in ("one-group", "two-groups")
-        return smooth and grouped and self.word("toy") not in (TWO_DTYPES, MIXED)
+        toy, grouped = self.word("toy"), self.word("groups") in ("one-group", "two-groups")
+        # Rounding grows from step to step, unless steps are short.
+        steep = ("stack", "reordered") + ("ragged",) * (self["micro-batches"] > 1)
+        is_steep = toy in steep and self.word("clipping") != "clipped"
+        smooth = ("adamw", "slow") if is_steep else ("sgd", "momentum", "adamw", "slow", "lasting")
+        return self.word("moments") in smooth and grouped and toy not in (TWO_DTYPES, MIXED)
 
     def _goes_together(self) -> bool:
         if self.frozen() is None:
@@ -417,10 +421,8 @@ class Scene:
             return False  # rounded twice
         if self.weights is None and (self.word("weights") != "float32" or self["precision"]):
             return False  # it has dtypes of its own
-        if self.word("toy") == "tied" and self.word("built") == "on-meta":
-            return False  # `to_empty` unties
-        if self["buffers"] and self.word("built") == "on-meta":
-            return False  # nobody fills it
+        if self.word("built") == "on-meta" and (self.word("toy") == "tied" or self["buffers"]):
+            return False  # `to_empty` unties, and nobody fills a buffer
         if self["buffers"] and self.word("entrance") == "all-again":
             return False  # what is recomputed changes them once more
         if self.word("reshard") == "in-part" and self.word("mesh") == "replicas":

@@ -8,6 +8,7 @@ number of the step and the parameter. The plain optimizer of one process is the 
 from __future__ import annotations
 
 import contextlib
+import copy
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ class Stepped(Machine):
         kind, options = scene["moments"]
         groups = scene["groups"](held)
         is_bare = len(groups) == 1 and [*groups[0]] == ["params"]
+        options = copy.deepcopy(options)  # a rate that is a tensor is changed in place
         self.optimizer = self.made(groups[0]["params"] if is_bare else groups, kind, **options)
         self.saved: Any = None
 
@@ -107,9 +109,12 @@ class Stepped(Machine):
                 parameter.neg_()
         return self.weights()
 
-    def save(self) -> None:
+    def save(self) -> Named:
+        """Save, and show the rates that are saved."""
         tensors = tree_map_only(torch.Tensor, lambda t: t.detach().clone(), self.state())
         self.saved = (self.weights(), tensors)
+        rates = [group["lr"] for group in tensors["param_groups"]]
+        return {f"rate of group {n}": torch.tensor(float(rate)) for n, rate in enumerate(rates)}
 
     @torch.no_grad()
     def load(self, how: str) -> Named:

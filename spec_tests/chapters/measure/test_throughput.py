@@ -104,7 +104,7 @@ def test_a_run_that_never_settles_ends_and_is_called_unsteady(world, subject, st
 
 @clause("measure.throughput.errors-are-the-callers", source="contract: errors")
 @pytest.mark.parametrize("at", [1, 3])
-@pytest.mark.parametrize("kind", ["ValueError", "OutOfMemoryError"])
+@pytest.mark.parametrize("kind", ["ValueError", "OutOfMemoryError", "StopIteration"])
 def test_what_a_step_raises_reaches_the_caller(world, subject, kind, at):
     """An error in a step MUST reach the caller as it is."""
     error = getattr(builtins, kind, torch.OutOfMemoryError)("from the step")

@@ -184,6 +184,27 @@ def test_bfloat16_trains_near_float32(world, subject, how):
             )
 
 
+@clause(
+    "trainer.precision.evaluates-current-weights",
+    source="contract: Trainer.evaluate/current, bfloat16; torch.autocast keeps casts of weights",
+)
+def test_an_evaluation_in_bfloat16_has_the_current_weights(world, subject):
+    """With bfloat16 an evaluation MUST compute with the current weights.
+
+    Each step takes a third of the loss away: what was cast before it is easily told.
+    """
+    program = "train 1, evaluate 50, train 2, evaluate 50"
+    *ranks, expected = in_bfloat16(world, subject, "mlp momentum", program)
+    for number in (1, 3):
+        found, wanted = (float(each[number]["loss"]) for each in (ranks[0], expected))
+        judge.holds(
+            abs(found - wanted) <= 0.2 * wanted,
+            f"rank 0: expected a loss near {wanted:.2f}, as in float32, got {found:.2f}",
+            likely="weights that were cast to bfloat16 before the last update are used again",
+            given=f"mlp momentum: {program}",
+        )
+
+
 def loss_in_bfloat16(ctx, subject):
     """The loss of a step of a model that returns its input, 1 + 2**-10, if nothing is rounded."""
 

@@ -150,3 +150,14 @@ TRAINER.near_miss(
     seen="Moments that are made like the gradients, or a state dict cast with the weights.",
     unseen="The weights are float32, and move by nearly as much.",
 )
+
+TRAINER.near_miss(
+    "trainer.keeps-casts",
+    "trainer.precision.evaluates-current-weights",
+    "  self.optimizer.zero_grad()",
+    "+ torch.clear_autocast_cache()",
+    "+ torch.autocast_increment_nesting()",
+    does="Opens autocast in a step and closes it in the next one.",
+    seen="A context that is entered once, so that its cache lives on.",
+    unseen="Steps use current weights; a loss that is a step old falls as well.",
+)

@@ -110,7 +110,7 @@ def test_every_two_words_meet_in_a_row_and_programs_are_legal_and_use_every_verb
         assert all(row.exists(subject, size) for row in rows)
         assert len(rows) < 180
     # On four ranks every word exists.
-    for row in rows + rows[:24]:  # those of a trainer twice: they are few
+    for row in rows + 2 * rows[:24]:  # those of a trainer more often: they are few
         program = draw.programs(row, subject, size, "production", chance)
         assert after(program, row, subject, size) is not None, law.written(row, program)
         used |= {name for name, *_ in program}
