@@ -3,8 +3,7 @@
     Scene.of("stack nested 2x2 half two held")
 
 A word belongs to one axis. An axis that is not named has its first word, the ordinary one. A scene
-is written in a clause, printed in a failure, given to `explore` and drawn, all in the same form. A
-fault that needs two settings to meet is a scene of two words.
+is written in a clause, printed in a failure, given to `explore` and drawn, all in the same form.
 """
 
 from __future__ import annotations
