@@ -60,8 +60,8 @@ class Fault:
         means: what it usually comes from, for `likely:`.
         factor: the factor of a share that counts, for a reader; right is one.
         clears: whether a share that was cleared counts no more.
-        counts: which of the uses that a forward makes of a parameter has a gradient; right is None,
-            every one.
+        counts: number of the only use of a parameter in a forward that has a gradient; None, which
+            is right, for every one.
         is_stale: whether parameter number n, of the outermost unit or not, computes with its values
             of before the last update.
         updates: whether a step updates parameter number n.

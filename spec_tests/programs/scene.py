@@ -100,7 +100,7 @@ AXES: Mapping[str, Mapping[str, Word]] = {
             "branches", ("ab", "abc"), refusable=TRAINERS, of=TRAINERS, is_drawn=False
         ),
         # Layers in a row, of which a micro-batch leaves out some.
-        "ladder": toy("ladder", ("abcd", "ad", "abc"), refusable=SHARDS + WHOLE, is_drawn=False),
+        "ladder": toy("ladder", ("abcd", "ad", "abc"), refusable=MODELS, is_drawn=False),
         "unused": toy("unused", refusable=MODELS + TRAINERS),
         "frozen": toy("frozen", of=TRAINERS, is_drawn=False),
         "normalised": toy("buffers", refusable=TRAINERS, of=TRAINERS, is_drawn=False),

@@ -77,7 +77,7 @@ MEANS = {
     "outermost_waits N": "a backward that reduces all units but the outermost one",
     "partly N": "a backward that reduces over the ranks that share one copy of the weights, alone",
     "pending": "the backward of the last `forward`",
-    "prepared N M": "two backwards, each in a `no_sync`, and both are made before one is entered",
+    "prepared N M": "two backwards, each in its own `no_sync`; both exist before one is entered",
     "rate FACTOR": "by this the first group's rate is multiplied, or a trainer's first rates are",
     "read": "the trainer's full weights are looked at",
     "record N": "a forward of training whose loss is dropped",

@@ -209,7 +209,7 @@ class Agent:
         try:
             self.run.regimes.take(step)
         except Exception as error:
-            self.run.notes.append(f"what ranks are to each other was not seen: {error!r} failed")
+            self.run.notes.append(f"relations of ranks in step {step.number} failed: {error!r}")
         for id in sorted(STEP_CHECKS, key=ORDER.index):  # causes before effects
             try:
                 found += STEP_CHECKS[id](step)
@@ -263,7 +263,10 @@ class Agent:
         return [each for each in map(self.run.regimes.weigh, self.findings) if each is not None]
 
     def _report_end(self, run: Run) -> None:
-        run.regimes.end(run)
+        try:
+            run.regimes.end(run)
+        except Exception as error:
+            run.notes.append(f"relations of ranks at the end failed: {error!r}")
         found = [*traffic.ends(run), *traffic.as_many_steps(run)]
         was_told = any(f.norm == "watch.run.ends" for f in self.findings[self._went_on :])
         self._report(f for f in found if f.norm != "watch.run.ends" or not was_told)
@@ -289,7 +292,8 @@ class Agent:
             if len(kept) < len(self.findings):
                 self.findings = kept
                 self._said.discard("watch.run.goes-on")
-                self._counts.clear()
+                for same in [each for each in self._counts if each[0] == "watch.run.goes-on"]:
+                    del self._counts[same]
                 _say("the ranks went on: the hang was none, and is withdrawn")
         has_mismatch = any(f.norm == "watch.collectives.match" for f in self.findings)
         found = list(traffic.goes_on(self.run, now, self._options.patience))

@@ -334,8 +334,7 @@ def all_reduce(original: Any, *arguments: Any, **keywords: Any) -> Any:
             is_in_backward = torch._C._current_graph_task_id() != -1  # as a hook of DDP's is
             probe.window.by_hand += 0 if is_in_backward else tensor.numel()
             if len(probe.window.summed_up) < _FEW and not is_in_backward:
-                is_weight = isinstance(tensor, nn.Parameter)  # such as one of a moving average
-                pointer = 0 if is_weight else tensor.untyped_storage().data_ptr()
+                pointer = tensor.untyped_storage().data_ptr()
                 probe.window.summed_up.append((tensor.numel(), pointer))
         if not _is_due(probe) or not isinstance(tensor, Tensor) or is_dtensor(tensor):
             return
@@ -358,7 +357,8 @@ def all_reduce(original: Any, *arguments: Any, **keywords: Any) -> Any:
 def others(probe: Any) -> list[int]:
     """Return the sizes of what the script summed beside DDP, such as a codebook's counts.
 
-    What has memory of a gradient, or the size of one or of all, may be the gradients once more.
+    What has memory of a gradient, or the size of all, may be the gradients once more. What has the
+    size of one may be a weight, as of a moving average.
     """
     known = list(probe.names.known.values())
     if not probe.window.summed_up or not any(each.wrapper for each in known):
@@ -366,9 +366,9 @@ def others(probe: Any) -> list[int]:
     parameters = [p for each in known if (p := each.parameter()) is not None]
     grads = [local_of(p.grad) for p in parameters if p.grad is not None]
     pointers = {g.untyped_storage().data_ptr() for g in grads}
-    sizes = {g.numel() for g in grads} | {sum(g.numel() for g in grads)}
-    found = [each for each in probe.window.summed_up if each[1] not in pointers]
-    return [size for size, pointer in found if not pointer or size not in sizes]
+    whole = sum(g.numel() for g in grads)
+    found = probe.window.summed_up
+    return [size for size, pointer in found if pointer not in pointers and size != whole]
 
 
 def norm_of_sums(window: Window, parameters: list[Tensor]) -> float | None:

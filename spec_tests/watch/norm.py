@@ -30,7 +30,8 @@ class About(Enum):
     EQUAL = "weights that ranks hold alike at each step"
     BEGIN = "weights that ranks begin with alike"
     PEERS = "ranks that train on different data, and do the same with it"
-    COUNT = "how often ranks step that take part in the same training"
+    AVERAGES = "weights that no optimizer holds, as averages of those that ranks hold alike"
+    COUNT = "the number of steps of ranks that train together"
 
 
 NORMS: dict[str, Clause] = {}

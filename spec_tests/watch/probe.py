@@ -311,7 +311,8 @@ class Probe:
         """A backward has added to the gradient of a parameter."""
         ddp = (self.names.of(parameter).wrapper or (lambda: None))()
         is_unsynced = ddp is not None and not ddp.require_backward_grad_sync
-        self.window.accumulated(parameter, is_unsynced, ddp is not None and not is_unsynced)
+        is_synced = ddp is not None and not is_unsynced and not ddp._comm_hooks
+        self.window.accumulated(parameter, is_unsynced, is_synced)
         calls.made(self, parameter)
         for recording in self.recordings.values():
             recording.accumulated()
@@ -344,6 +345,7 @@ class Probe:
             "norms": [None if g is None else n for g, n in zip(grads, norms, strict=True)],
             "weights": [] if watched.steps else norms_of([*watched.parameters]),
             "bad": {"grads": bad_names, "before": watched.not_finite() if bad_names else []},
+            "reduces": self.window.reduces(watched.parameters),
             "sums": calls.norm_of_sums(self.window, watched.parameters),
             "clip": calls.norm_again(self, watched.parameters),
             "skips": getattr(optimizer, "found_inf", None) is not None,
@@ -387,7 +389,7 @@ class Probe:
         watched = self.optimizers.get(optimizer)
         if watched is None or self.stepping != id(optimizer):
             return
-        self.stepping = None
+        self.stepping, self.window.by_hand = None, 0
         if not watched.event:
             return
         watched.steps += 1

@@ -51,13 +51,17 @@ def nothing_reduced_under_no_sync(step: Step, rank: int, event: Event) -> Findin
     """A gradient MUST NOT be reduced in a micro-batch that `no_sync` is meant to leave out."""
     meant = event["backwards"] - event["unsynced"]
     is_known = event["unsynced"] and event["is_complete"] and event["distinct"]
-    times = (event["reduced"] - event["by_hand"]) / event["distinct"] if is_known else 0.0
-    if step.run.world == 1 or not is_known or times <= event["synced"] / event["distinct"] + 0.5:
+    if step.run.world == 1 or not is_known:
+        return None
+    # DDP reduces what a micro-batch did not use as well, and a second model may use none of them.
+    most = max(meant, event["synced"] / event["distinct"])
+    times = (event["reduced"] - event["by_hand"]) / event["distinct"]
+    if times <= most + 0.5 or not (event["synced"] or any(f["syncs"] for f in event["forwards"])):
         return None
     outside = sum(forward["syncs"] is True for forward in event["forwards"]) > meant
     return step.finding(
         rank,
-        f"expected {meant} all-reduce of the gradients in a window of {event['backwards']} "
+        f"expected {most:.3g} all-reduce of the gradients in a window of {event['backwards']} "
         f"micro-batches, got {times:.3g}",
         place=event["forwards"][-1]["place"] if event["forwards"] else None,
         likely="no_sync encloses the backward alone; DDP decides in the forward" * outside,
@@ -172,7 +176,7 @@ def gradients_equal(step: Step) -> Iterator[Finding]:
     if not found:
         return
     name, rank, values = _first(found)
-    is_synced = all(e["backwards"] > e["unsynced"] for e in step.events.values())
+    are_reduced = next(of.values() for n, _, of in step.replicas("reduces") if n == name)
     lacks = [r for r, v in values.items() if v is None]
     micro_batches, likely = _reduced_ones(step, rank)
     place = step.events[rank]["forwards"][-1]["place"] if likely else None
@@ -194,7 +198,7 @@ def gradients_equal(step: Step) -> Iterator[Finding]:
         place=place,
         likely=likely,
         is_advice=bool(gone),
-        is_certain=is_synced and name in ddp,
+        is_certain=name in ddp and all(are_reduced),
     )
 
 
@@ -255,7 +259,7 @@ def replicas_equal(step: Step) -> Iterator[Finding]:
 @step_norm(
     "watch.replicas.unheld",
     source="Tarvainen and Valpola 2017, section 2",
-    about=About.PEERS,
+    about=About.AVERAGES,
 )
 def unheld_equal(step: Step) -> Iterator[Finding]:
     """Parameters that no optimizer holds, as of a teacher, MUST stay equal if they begin equal."""

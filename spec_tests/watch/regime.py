@@ -53,12 +53,17 @@ _RULES: dict[About, dict[Regime, tuple[int, str]]] = {
     About.EQUAL: {
         Regime.UNREDUCED: (_AS_IT_IS, _LATER),
         Regime.EARLY: (_ADVICE, f"{_LATER}: run it for more --steps, or without the option"),
-        Regime.PERIODIC: (_ADVICE, f"{_EXCHANGED}before {{exchange}}"),
+        Regime.PERIODIC: (_ADVICE, f"{_EXCHANGED}{{exchange}}"),
+        Regime.ALONE: (_SILENT, ""),
+        Regime.PARTS: (_ADVICE, _PARTS),
+    },
+    About.AVERAGES: {
+        Regime.PERIODIC: (_ADVICE, f"{_EXCHANGED}{{exchange}}"),
         Regime.ALONE: (_SILENT, ""),
         Regime.PARTS: (_ADVICE, _PARTS),
     },
     About.PEERS: {Regime.ALONE: (_SILENT, ""), Regime.PARTS: (_ADVICE, _PARTS)},
-    About.COUNT: {Regime.ALONE: (_SILENT, "")},
+    About.COUNT: {Regime.ALONE: (_SILENT, ""), Regime.PARTS: (_ADVICE, _PARTS)},
     About.BEGIN: {
         Regime.UNREDUCED: (_AS_IT_IS, _NOTHING + _DIVIDED),
         Regime.ALONE: (
@@ -147,7 +152,7 @@ class Regimes:
         return "" if self.named else own or next(iter(self.doubts), "")
 
     def exchange(self, whose: Whose) -> str:
-        """Return the step before which ranks exchanged weights that were apart, or "".
+        """Return when ranks exchanged weights that were apart, in words, or "".
 
         It is one of the same training; or of the same parameters, where a command starts again.
         """
@@ -187,21 +192,28 @@ class Regimes:
     def begin_anew(self) -> None:
         """The command starts ranks again: no exchange is between two trainings."""
         self._apart.clear()
+        self._windows.clear()
 
     def end(self, run: Run) -> None:
         """Ranks that end may have averaged their weights after the last step."""
         for layout, last in self._apart.items():
             sizes = Counter(math.prod(last.entries[n]["shape"]) for n, *_ in last.unequal("after"))
             sent = [Counter(run.ranks[r].sizes(e["t"])) for r, e in last.events.items()]
-            if sizes and all(sizes <= of or of[sum(sizes.elements())] for of in sent):
-                self._exchanges.setdefault((run.training, layout), "the end")
+            new = (run.ranks[r].by_wrappers > e["by_wrappers"] for r, e in last.events.items())
+            is_sent = all(sizes <= of or of[sum(sizes.elements())] for of in sent)
+            if sizes and is_sent and not any(new):  # by no wrapper of another model
+                self._exchanges.setdefault((run.training, layout), "after the last step")
 
     def take(self, step: Step) -> None:
         """Take what a step shows, before it is judged."""
         seen = self._seen.setdefault(step.whose, Seen())
         for rank, event in step.events.items():  # of several optimizers, the first has the window
-            if event["computed"] or event["forwards"]:
+            if event["computed"] or event["forwards"] or rank not in self._windows:
                 self._windows[rank] = {key: event[key] for key in _OF_WINDOWS}
+                continue
+            window = self._windows[rank]
+            window |= {key: window[key] + event[key] for key in ("reduced", "carried")}
+            window["is_complete"] &= event["is_complete"]
         found = {r: {**e, **self._windows.get(r, {})} for r, e in step.events.items()}
         step = replace(step, events=found)
         first = step.layout(min(step.events))
@@ -222,12 +234,16 @@ class Regimes:
         seen.has_reduced |= _have_equal_gradients(step)
         seen.has_held |= is_equal and all(event["moved"] for event in events)
         # What is apart another optimizer may step next: one of the next round, an outer one.
-        last = self._apart.pop(seen.layout, None)
+        last = self._apart.get(seen.layout)
+        if last is not None and last.optimizer == step.optimizer:
+            del self._apart[seen.layout]
         where = step.whose[0], seen.layout
         if last is not None and not self.exchange(step.whose) and _are_exchanged(step, last):
-            self._exchanges[where] = f"step {step.number} at {step.place(min(step.events))}"
-        elif last is not None and is_equal and any(step.unequal("before")):
-            self._exchanges.setdefault(where, f"the end of step {step.number}")
+            self._exchanges[where] = f"before step {step.number} at {step.place(min(step.events))}"
+        # The optimizer itself made them equal, or all are NaN.
+        is_averaged = last is not None and is_equal and any(step.unequal("before"))
+        if is_averaged and not any(event["bad"]["grads"] for event in events):
+            self._exchanges.setdefault(where, f"in step {step.number}")
         if any(step.unequal("after")):
             self._apart[seen.layout] = step
 

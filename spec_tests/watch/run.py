@@ -64,7 +64,7 @@ class Rank:
     missed: int = 0
     read_until: int = 0
     stepped_at: int = 0
-    by_wrappers: int = 0  # elements that DDP reduced in all steps so far
+    by_wrappers: int = 0  # elements that DDP was to reduce in all steps so far
     place: str = ""
     waits: bool = False
     cpu: float = 0.0
@@ -111,14 +111,15 @@ class Rank:
         has_ended = self.has_ended and self.raised is None
         return (self.issued, sum(self.steps.values()), has_ended)
 
-    def carried(self, since: int, until: float, *, is_any: bool = False) -> int:
+    def carried(self, since: int, until: int, *, is_any: bool = False) -> int:
         """Elements, of any type or floating-point ones, that collectives were given in a span."""
         found = (c for c in self.window if since <= c.time < until)
         return sum(each.numel for each in found if is_any or _FLOATS & {*each.dtypes})
 
     def sizes(self, since: int) -> list[int]:
-        """Return how many elements each collective since a time was given."""
-        return [each.numel for each in self.window if since <= each.time]
+        """Return how many elements each collective since a time was given, but for broadcasts."""
+        found = (each for each in self.window if since <= each.time)
+        return [each.numel for each in found if "broadcast" not in each.name]
 
     def reductions(self, since: int, until: int) -> list[Collective]:
         """Return the collectives of a span of time that reduce floating-point numbers."""
@@ -315,6 +316,7 @@ class Run:
         for size in event["others"]:
             if size in reduced:
                 reduced.remove(size)
+                event["by_hand"] -= size
         event["reduced"], event["largest"] = sum(reduced), max(reduced, default=0)
         event["carried"] = rank.carried(rank.stepped_at, event["begun"])
         rank.by_wrappers += event["by_ddp"]

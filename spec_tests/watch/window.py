@@ -57,7 +57,7 @@ class Window:
         self.is_low = False  # whether it computes in 16 bits
         self.feed: Any = None  # the loader that gave its batches
         self.is_cleared = False  # gradients, since the last backward
-        self.summed_up: list[tuple[int, int]] = []  # by hand: elements, memory or 0
+        self.summed_up: list[tuple[int, int]] = []  # elements and memory of the script's own sums
         self.by_ddp = 0  # elements that DDP is to reduce
         self.by_hand = 0  # elements that the script's own sums were given, outside of a backward
         self.has_dropped = False  # gradients of a backward that no step was taken with
@@ -109,6 +109,11 @@ class Window:
     def backwards(self, parameters: Iterable[Tensor]) -> int:
         """Return how often gradients were added to some parameters."""
         return max((self.counts.get(id(p), [0])[0] for p in parameters), default=0)
+
+    def reduces(self, parameters: Iterable[Tensor]) -> list[bool]:
+        """Return which parameters had a backward whose gradient DDP was to reduce, if it has it."""
+        counts = (self.counts.get(id(p), [0, 0]) for p in parameters)
+        return [times > unsynced for times, unsynced, *_ in counts]
 
     def unheld(self, names: Names, held: Iterable[Watched], steps: int) -> dict[str, list[int]]:
         """Hash the parameters that no optimizer holds, of each kind of model that was called."""
