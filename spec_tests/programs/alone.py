@@ -192,7 +192,12 @@ class Alone(Machine):
         self._add(self._losses(*micros))
         return self.gradients()
 
-    both = beside = backward
+    both = backward
+
+    def beside(self, micro: str) -> Gradients:
+        other = Alone(Scene.of("even"), self.size, self.rank, self.fault, self.is_replicated)
+        found = other.backward(micro)
+        return self.backward(micro) | {f"other {name}": g for name, g in found.items()}
 
     def several(self, one: str, other: str) -> Gradients:
         self.backward(one)

@@ -226,7 +226,7 @@ class OnRank(Machine):
         (self.loss(micro) + other.loss(micro)).backward()
         other.finish_backward()
         self.finish_backward()
-        return self.gradients()
+        return self.gradients() | {f"other {n}": g for n, g in other.gradients().items()}
 
     def begun(self, micro: str) -> None:
         self.loss(micro).backward()
