@@ -104,12 +104,7 @@ def trainspec() -> NoReturn:
         status = main(sys.argv[1:])
         sys.stdout.flush()
     except BrokenPipeError:  # `| head` has read enough
-        try:
-            sys.stdout.flush()
-        except BrokenPipeError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        else:
-            raise  # it was another pipe
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         print("stopped: the output was closed, nobody reads the rest", file=sys.stderr)
         status = 2
     # All that was started is stopped by now. The interpreter's own end, which takes every module of

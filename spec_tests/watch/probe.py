@@ -365,8 +365,7 @@ class Probe:
         watched.is_written = before not in ([], watched.last)
         watched.factors = [self.factors.pop(id(p), 1) / event["scale"] for p in watched.parameters]
         event["replay"] = self.replay(watched)
-        watched.usual = len(self.window.forwards)
-        self.window = Window()
+        watched.usual, self.window = len(self.window.forwards), Window()
         self._keep(watched, optimizer, [*arguments[1:], *keywords.values()])
         event["begun"] = time.time_ns()
         watched.event = event
