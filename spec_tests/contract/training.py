@@ -37,7 +37,8 @@ def token_loader(
     Returns:
         An iterable of (inputs, targets) with `state_dict()` and `load_state_dict(state)`. These two
         may be absent: then they are not judged. Not judged either: the state while two passes are
-        open, and a pass that was open at a load and goes on.
+        open, the state between an `iter` and its first batch, and a pass that was open at a load
+        and goes on.
 
     Raises:
         ValueError, OSError: at construction, see `bad-arguments` to `absent-files`.

@@ -7,6 +7,7 @@ is built, as sums of named terms. See Zhao et al. 2023, sections 3.2.1 and 4.1.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -33,23 +34,41 @@ def _linear(inputs: int = WIDTH, outputs: int = WIDTH) -> nn.Module:
     return nn.Linear(inputs, outputs, bias=False)
 
 
-def _halves() -> nn.Module:
-    return nn.Sequential(_linear(outputs=WIDTH // 2), _linear(inputs=WIDTH // 2))
+class _TwoDtypes(nn.Sequential):
+    """A third of a layer's bytes in float32, two thirds in float64."""
+
+    def __init__(self) -> None:
+        super().__init__(_linear(outputs=WIDTH // 3), _linear(inputs=WIDTH // 3).double())
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return self[1](self[0](input).double()).to(input.dtype)
+
+
+LAYERS: dict[str, Callable[[], nn.Module]] = {
+    "one-weight": _linear,
+    "two-weights": lambda: nn.Sequential(_linear(outputs=WIDTH // 2), _linear(inputs=WIDTH // 2)),
+    "two-dtypes": _TwoDtypes,
+}
+"""How a layer comes to its bytes."""
 
 
 class Tower(nn.Module):
     """Layers of equal size, called with their input, with `input=` or by `checkpoint`.
 
     Args:
-        halves: a layer has two weights, each of half the size.
+        layer: a key of `LAYERS`.
     """
 
     def __init__(
-        self, depth: int, by_keyword: bool = False, recomputes: bool = False, halves: bool = False
+        self,
+        depth: int,
+        by_keyword: bool = False,
+        recomputes: bool = False,
+        layer: str = "one-weight",
     ) -> None:
         super().__init__()
         self.by_keyword, self.recomputes = by_keyword, recomputes
-        self.layers = nn.ModuleList(_halves() if halves else _linear() for _ in range(depth))
+        self.layers = nn.ModuleList(LAYERS[layer]() for _ in range(depth))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
@@ -162,17 +181,26 @@ def test_between_steps_a_rank_holds_its_shards_and_no_more(world, subject):
 
 @clause(
     "fsdp.footprint.freed-after-use",
-    source="contract: freed; "
+    source="contract: freed, mixed-dtypes; "
     f"{MEMORY}; Efficient DL week 5, task 1; CS336: free the gathered weights after use",
 )
-@pytest.mark.parametrize("halves", [False, True], ids=["one-weight", "two-weights"])
-def test_full_weights_are_freed_after_forward_and_backward(world, subject, halves):
+@pytest.mark.parametrize("layer", LAYERS)
+def test_full_weights_are_freed_after_forward_and_backward(world, subject, layer):
     """Full weights MUST be freed after forward and after backward, unless they are to be kept.
 
     A forward without gradients frees them, too. Autograd holds views of them: dropping the
-    wrapper's references frees nothing. A unit may have one weight or several.
+    wrapper's references frees nothing. A unit may have one weight or several; one of two dtypes may
+    be refused.
     """
-    ranks = world.run(footprints, subject, 6, halves=halves)
+    if layer == "two-dtypes":
+        ordinary = (footprints, subject, 6)
+        ranks = refusal.answer_or_refusal(
+            world, footprints, subject, 6, layer=layer, ordinary=ordinary
+        )
+        if ranks is None:
+            return
+    else:
+        ranks = world.run(footprints, subject, 6, layer=layer)
 
     shards = 6 * UNIT // world.size
     state = {"shards": shards, "moments": 2 * shards, "slack_of_one_layer": UNIT}
