@@ -51,7 +51,7 @@ class Link:
         self._socket.settimeout(10)
         self._socket.connect((host, int(port)))
         self._socket.settimeout(None)
-        self._lock, self._reading = threading.Lock(), threading.RLock()
+        self._lock, self._reading = threading.RLock(), threading.RLock()
         self._main = threading.main_thread()
         self._records = Records()
         self._read = 0.0

@@ -172,6 +172,8 @@ class Probe:
             return
         seen = tuple((id(p), p.requires_grad) for p in parameters)
         if self._roots.get(module) != seen:
+            if module not in self._roots:
+                weakref.finalize(module, _gone, [weakref.ref(p) for p in parameters])
             self._roots[module] = seen
             self.names.learn(module)
             self._count_backwards(parameters)
@@ -237,6 +239,14 @@ class Probe:
             both_nan = own.isnan() & local.isnan()
             differs = ((own != local) & ~both_nan).sum(dtype=torch.int64)
             self.window.stale.append((known[0], script_line(), differs))
+
+    def gone(self, parameters: list[weakref.ref[Tensor]]) -> None:
+        """A model goes, at the latest with the process: say what its weights have become."""
+        alive = [p for ref in parameters if (p := ref()) is not None]
+        values = numbers([fingerprint(p) for p in alive])
+        weights = [(self.names.of(p).number, v) for p, v in zip(alive, values, strict=True)]
+        if self.link is not None:
+            self.link.send("gone", weights=weights)
 
     def cleared(self, parameters: Iterable[Tensor]) -> None:
         """Gradients were cleared: what came before does not go into the step."""
@@ -338,6 +348,7 @@ class Probe:
             "title": type(optimizer).__name__,
             "step": watched.steps + 1,
             "place": script_line(),
+            "met": self.names.met,
             "options": options_of(groups),
             "loaded": self.loaded.pop(optimizer, None),
             "grads": [None if g is None else fingerprint(g) for g in grads],
@@ -444,4 +455,5 @@ def _after_forward(module: nn.Module, arguments: Any, output: Any) -> None:
 
 
 _begin, _enter, _leave = quiet(Probe.begin), quiet(Probe.enter), quiet(Probe.left)
+_gone = quiet(Probe.gone)
 _compare_and_keep, _accumulated = quiet(Probe.compare_and_keep), quiet(Probe.accumulated)

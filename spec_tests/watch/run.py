@@ -65,6 +65,8 @@ class Rank:
     read_until: int = 0
     stepped_at: int = 0
     by_wrappers: int = 0  # elements that DDP was to reduce in all steps so far
+    shared: Event = field(default_factory=dict)  # what several optimizers share after a backward
+    gone: dict[int, int] = field(default_factory=dict)  # weights as they were last, by number
     place: str = ""
     waits: bool = False
     cpu: float = 0.0
@@ -111,19 +113,9 @@ class Rank:
         has_ended = self.has_ended and self.raised is None
         return (self.issued, sum(self.steps.values()), has_ended)
 
-    def carried(self, since: int, until: int, *, is_any: bool = False) -> int:
-        """Elements, of any type or floating-point ones, that collectives were given in a span."""
-        found = (c for c in self.window if since <= c.time < until)
-        return sum(each.numel for each in found if is_any or _FLOATS & {*each.dtypes})
-
-    def sizes(self, since: int) -> list[int]:
-        """Return how many elements each collective since a time was given, but for broadcasts."""
-        found = (each for each in self.window if since <= each.time)
-        return [each.numel for each in found if "broadcast" not in each.name]
-
-    def reductions(self, since: int, until: int) -> list[Collective]:
-        """Return the collectives of a span of time that reduce floating-point numbers."""
-        return [c for c in self.window if c.is_reduction and since <= c.time < until]
+    def span(self, since: int, until: float) -> list[Collective]:
+        """Return the collectives of a span of time."""
+        return [each for each in self.window if since <= each.time < until]
 
 
 @dataclass(frozen=True)
@@ -177,6 +169,16 @@ class Step:
     def entries(self) -> dict[str, Event]:
         """The description of each parameter, by the first rank whose optimizer holds it."""
         return {e["name"]: e for rank in reversed(self.events) for e in self.layout(rank)}
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The elements of each parameter."""
+        return {name: math.prod(entry["shape"]) for name, entry in self.entries.items()}
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The parameters of the optimizer, as the first rank numbers all that it has."""
+        return tuple(entry["number"] for entry in self.layout(min(self.events)))
 
     def kind(self, tensor: str = "") -> str:
         """Return the kind of a tensor, or of all, as `Regimes.of` takes it."""
@@ -311,18 +313,21 @@ class Run:
         event["loss"] = None if event["loss"] is None else event["loss"] / event["scale"]
         if event["messages"]:
             self.regimes.doubts["the ranks send each other point-to-point messages"] = None
-        found = rank.reductions(rank.stepped_at, event["begun"])
+        sent = rank.span(rank.stepped_at, event["begun"])
+        found = [each for each in sent if each.is_reduction]
         names, reduced = {each.name for each in found}, [each.numel for each in found]
         for size in event["others"]:
             if size in reduced:
                 reduced.remove(size)
                 event["by_hand"] -= size
         event["reduced"], event["largest"] = sum(reduced), max(reduced, default=0)
-        event["carried"] = rank.carried(rank.stepped_at, event["begun"])
+        event["carried"] = sum(each.numel for each in sent if _FLOATS & {*each.dtypes})
         rank.by_wrappers += event["by_ddp"]
         event["by_wrappers"] = rank.by_wrappers
         event["rooted"] = names == {"reduce"} and event["reduced"] >= event["distinct"]
         event["is_complete"] = rank.read_until >= event["begun"] and not rank.missed
+        event["talks"] = any(forward["talks"] for forward in event["forwards"])
+        rank.shared = event["shared"] = _shared(event, rank.shared)
         event["layout"] = rank.layouts[optimizer]
         rank.batches = (event["feed"] or {}).get("batches")
         rank.place = event["place"]  # newer than that of the last heartbeat
@@ -368,9 +373,21 @@ class Run:
             rank.raised = event
         elif kind == "join":
             self.is_joined = True
+        elif kind == "gone":
+            rank.gone |= dict(event["weights"])
         elif kind == "note":
             self.notes.append(f"rank {rank.rank}: {event['text']}")
 
     def steps_taken(self) -> dict[int, int]:
         """Return rank to the steps of the optimizer that took most."""
         return {n: max(r.steps.values(), default=0) for n, r in sorted(self.ranks.items())}
+
+
+def _shared(event: Event, last: Event) -> Event:
+    """Return what was seen since the last backward; of several optimizers, the first has it."""
+    names = ("talks", "reduced", "carried", "distinct", "rooted", "is_complete")
+    own = {name: event[name] for name in names}
+    if event["computed"] or event["forwards"] or not last:
+        return own
+    both = {name: last[name] + own[name] for name in ("reduced", "carried")}
+    return {**last, **both, "is_complete": last["is_complete"] and own["is_complete"]}
