@@ -399,7 +399,8 @@ class Probe:
         watched = self.optimizers.get(optimizer)
         if watched is None or self.stepping != id(optimizer):
             return
-        self.stepping, self.window.by_hand = None, 0
+        self.stepping = None
+        self.window.by_hand.clear()
         if not watched.event:
             return
         watched.steps += 1

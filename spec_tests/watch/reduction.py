@@ -55,7 +55,7 @@ def nothing_reduced_under_no_sync(step: Step, rank: int, event: Event) -> Findin
         return None
     # DDP reduces what a micro-batch did not use as well, and a second model may use none of them.
     most = max(meant, event["synced"] / event["distinct"])
-    times = (event["reduced"] - event["by_hand"]) / event["distinct"]
+    times = (event["reduced"] + sum(event["others"]) - event["by_hand"]) / event["distinct"]
     if times <= most + 0.5 or not (event["synced"] or any(f["syncs"] for f in event["forwards"])):
         return None
     outside = sum(forward["syncs"] is True for forward in event["forwards"]) > meant

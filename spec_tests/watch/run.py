@@ -316,11 +316,8 @@ class Run:
         sent = rank.span(rank.stepped_at, event["begun"])
         found = [each for each in sent if each.is_reduction]
         names, reduced = {each.name for each in found}, [each.numel for each in found]
-        for size in event["others"]:
-            if size in reduced:
-                reduced.remove(size)
-                event["by_hand"] -= size
-        event["reduced"], event["largest"] = sum(reduced), max(reduced, default=0)
+        event["reduced"] = sum(reduced) - sum(event["others"])
+        event["largest"] = max(reduced, default=0)
         event["carried"] = sum(each.numel for each in sent if _FLOATS & {*each.dtypes})
         rank.by_wrappers += event["by_ddp"]
         event["by_wrappers"] = rank.by_wrappers
