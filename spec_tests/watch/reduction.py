@@ -225,7 +225,7 @@ def replicas_begin_equal(step: Step) -> Iterator[Finding]:
     found = list(step.unequal("before", every=True)) if step.number == 1 else []
     entries = step.entries
     is_held = any(entries[name]["is_held"] for name, *_ in found)
-    if not found or not (is_held or step.run.regimes.is_reduced(step.whose)):
+    if not found or not (is_held or step.run.regimes.seen[step.whose].is_reduced):
         return  # nothing, or no module's, such as a shard that this rank updates
     name, rank, values = _first(sorted(found, key=lambda each: not entries[each[0]]["is_added"]))
     likely = step.unwrapped(name) or "the first weights were not broadcast"

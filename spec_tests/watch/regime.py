@@ -111,13 +111,14 @@ class Regimes:
         is_cut: --steps has ended the run.
         doubts: what shows, in any training, that ranks may be no replicas; it stays.
         exchanges: parts of tensors are exchanged, as experts need it that were added to replicas.
+        seen: what was seen of each optimizer.
     """
 
     named: list[list[int]] = field(default_factory=list)
     is_cut: bool = False
     doubts: dict[str, None] = field(default_factory=dict)
     exchanges: bool = False
-    _seen: dict[Whose, Seen] = field(default_factory=lambda: defaultdict(Seen))
+    seen: dict[Whose, Seen] = field(default_factory=lambda: defaultdict(Seen))
     # By the numbers of the parameters, the last step that left them apart.
     _apart: dict[tuple[int, ...], Step] = field(default_factory=dict)
 
@@ -127,7 +128,7 @@ class Regimes:
         Args:
             kind: "wrapped"; "added" to a model that was wrapped before; or "plain".
         """
-        seen, exchange = self._seen[whose], self.exchange(whose)
+        seen, exchange = self.seen[whose], self.exchange(whose)
         if kind == "wrapped" or (self.named and (seen.unequal or exchange)):
             return Regime.PERIODIC if exchange else Regime.WRAPPED
         if seen.is_reduced:
@@ -147,28 +148,20 @@ class Regimes:
 
     def doubt(self, whose: Whose) -> str:
         """Return why an optimizer's plain parameters may be no replicas, or ""."""
-        return "" if self.named else self._seen[whose].doubt or next(iter(self.doubts), "")
+        return "" if self.named else self.seen[whose].doubt or next(iter(self.doubts), "")
 
     def exchange(self, whose: Whose) -> str:
         """Return when weights that were apart were exchanged, in words, or "".
 
         In the same training; or those of the same layout, where a command starts again.
         """
-        layout, known = self._seen[whose].layout, self._seen.items()
+        layout, known = self.seen[whose].layout, self.seen.items()
         own = (s.exchange for (n, _), s in known if n == whose[0] or s.layout == layout)
         return next(filter(None, own), "")
 
-    def begins_unequal(self, whose: Whose) -> bool:
-        """Return whether plain parameters begin unequal: that is told once."""
-        return bool(self._seen[whose].unequal)
-
-    def is_reduced(self, whose: Whose) -> bool:
-        """Return whether plain parameters that begin unequal were given equal gradients."""
-        return self._seen[whose].is_reduced
-
     def are_apart(self, training: int) -> bool:
         """Return whether ranks go ways of their own for some steps, so that these may be uneven."""
-        found = [whose for whose in self._seen if whose[0] == training]
+        found = [whose for whose in self.seen if whose[0] == training]
         return any(self.exchange(of) or self.of(of, "plain") is Regime.ALONE for of in found)
 
     def weigh(self, finding: Finding) -> Finding | None:
@@ -205,11 +198,11 @@ class Regimes:
             step, apart = replace(last, events=events), {name for name, *_ in last.unequal("after")}
             # The averages may be elsewhere, to be saved.
             if _are_exchanged(step, last) or _are_sent(step, last, apart, is_just=True):
-                self._seen[last.whose].exchange = "after the last step"
+                self.seen[last.whose].exchange = "after the last step"
 
     def take(self, step: Step) -> None:
         """Take what a step shows, before it is judged."""
-        seen = self._seen[step.whose]
+        seen = self.seen[step.whose]
         step = replace(step, events={r: {**e, **e["shared"]} for r, e in step.events.items()})
         first, events = step.layout(min(step.events)), step.events.values()
         seen.layout = tuple((entry["name"], *entry["shape"]) for entry in first)
@@ -248,10 +241,10 @@ class Regimes:
 
     def _continued(self, step: Step) -> Step | None:
         """Return the step that left weights apart which a new model may go on with, if any."""
-        layout, first = self._seen[step.whose].layout, min(step.events)
+        layout, first = self.seen[step.whose].layout, min(step.events)
         for numbers, last in self._apart.items() if step.number == 1 else ():
             is_new = min(step.numbers, default=0) >= last.events[first]["met"]
-            if is_new and self._seen[last.whose].layout == layout:
+            if is_new and self.seen[last.whose].layout == layout:
                 return self._apart.pop(numbers)
         return None
 

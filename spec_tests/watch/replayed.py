@@ -73,9 +73,10 @@ def replayed_gradients(step: Step) -> Iterator[Finding]:
 
 def _why_not(step: Step, replays: dict[int, Any]) -> str:
     """Return why a step cannot be judged, or ""."""
-    if step.regime is Regime.ALONE:
+    regime = step.run.regimes.of(step.whose, step.kind())
+    if regime is Regime.ALONE:
         return "each rank trains weights of its own, and nothing reduces their gradients"
-    if step.regime is Regime.PARTS:
+    if regime is Regime.PARTS:
         return f"{step.run.regimes.doubt(step.whose)}; {NAME_REPLICAS}"
     reasons: dict[str, list[int]] = {}
     for rank, of in replays.items():

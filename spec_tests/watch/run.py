@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from spec_tests.watch.norm import Finding
-from spec_tests.watch.regime import Regime, Regimes
+from spec_tests.watch.regime import Regimes
 
 Event = dict[str, Any]
 REDUCTIONS = ("all_reduce", "allreduce", "reduce_scatter", "reduce")
@@ -205,11 +205,6 @@ class Step:
         words = f"its model is not wrapped, while that of {others} other parameters of the "
         return (words + "optimizer is") * (is_plain and others > 0)
 
-    @property
-    def regime(self) -> Regime:
-        """What ranks are to each other, as far as the optimizer's parameters have shown it."""
-        return self.run.regimes.of(self.whose, self.kind())
-
     def replicas(self, key: str) -> Iterator[tuple[str, str, dict[int, Any]]]:
         """Yield name, kind and rank to value of each tensor that several ranks hold alike.
 
@@ -244,9 +239,9 @@ class Step:
         Args:
             every: also plain ones of an optimizer whose plain ones begin unequal: told once.
         """
-        is_told = not every and self.run.regimes.begins_unequal(self.whose)
+        told = set() if every else self.run.regimes.seen[self.whose].unequal
         for name, kind, values in self.replicas(key):
-            if len({*values.values()}) > 1 and not (is_told and kind == "plain"):
+            if len({*values.values()}) > 1 and not (told and kind == "plain"):
                 yield name, kind, values
 
     def peers(self) -> list[list[int]]:
