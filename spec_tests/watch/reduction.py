@@ -257,9 +257,7 @@ def replicas_equal(step: Step) -> Iterator[Finding]:
 
 
 @step_norm(
-    "watch.replicas.unheld",
-    source="Tarvainen and Valpola 2017, section 2",
-    about=About.AVERAGES,
+    "watch.replicas.unheld", source="Tarvainen and Valpola 2017, section 2", about=About.EQUAL
 )
 def unheld_equal(step: Step) -> Iterator[Finding]:
     """Parameters that no optimizer holds, as of a teacher, MUST stay equal if they begin equal."""

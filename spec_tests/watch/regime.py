@@ -56,13 +56,7 @@ _RULES: dict[About, dict[Regime, tuple[int, str]]] = {
         Regime.ALONE: (_SILENT, ""),
         Regime.PARTS: (_ADVICE, _PARTS),
     },
-    About.AVERAGES: {
-        Regime.PERIODIC: (_ADVICE, f"{_EXCHANGED}{{exchange}}"),
-        Regime.ALONE: (_SILENT, ""),
-        Regime.PARTS: (_ADVICE, _PARTS),
-    },
     About.PEERS: {Regime.ALONE: (_SILENT, ""), Regime.PARTS: (_ADVICE, _PARTS)},
-    About.COUNT: {Regime.ALONE: (_SILENT, ""), Regime.PARTS: (_ADVICE, _PARTS)},
     About.BEGIN: {
         Regime.UNREDUCED: (_AS_IT_IS, _NOTHING + _DIVIDED),
         Regime.ALONE: (
