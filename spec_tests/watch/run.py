@@ -65,7 +65,9 @@ class Rank:
     read_until: int = 0
     stepped_at: int = 0
     by_wrappers: int = 0  # elements that DDP was to reduce in all steps so far
-    shared: Event = field(default_factory=dict)  # what several optimizers share after a backward
+    # After one backward, several optimizers share what was sent in these times, and seen.
+    spans: list[tuple[int, int]] = field(default_factory=list)
+    shared: Event = field(default_factory=dict)
     gone: dict[int, int] = field(default_factory=dict)  # weights as they were last, by number
     place: str = ""
     waits: bool = False
@@ -308,7 +310,11 @@ class Run:
         event["loss"] = None if event["loss"] is None else event["loss"] / event["scale"]
         if event["messages"]:
             self.regimes.doubts["the ranks send each other point-to-point messages"] = None
-        sent = rank.span(rank.stepped_at, event["begun"])
+        event["talks"] = any(forward["talks"] for forward in event["forwards"])
+        if event["computed"] or event["forwards"] or not rank.spans:
+            rank.spans, rank.shared = [], {key: event[key] for key in ("talks", "distinct")}
+        rank.spans.append((rank.stepped_at, event["begun"]))
+        sent = [each for of in rank.spans for each in rank.span(*of)]
         found = [each for each in sent if each.is_reduction]
         names, reduced = {each.name for each in found}, [each.numel for each in found]
         event["reduced"] = sum(reduced) - sum(event["others"])
@@ -318,9 +324,7 @@ class Run:
         event["by_wrappers"] = rank.by_wrappers
         event["rooted"] = names == {"reduce"} and event["reduced"] >= event["distinct"]
         event["is_complete"] = rank.read_until >= event["begun"] and not rank.missed
-        event["talks"] = any(forward["talks"] for forward in event["forwards"])
-        rank.shared = event["shared"] = _shared(event, rank.shared)
-        event["layout"] = rank.layouts[optimizer]
+        event["shared"], event["layout"] = rank.shared, rank.layouts[optimizer]
         rank.batches = (event["feed"] or {}).get("batches")
         rank.place = event["place"]  # newer than that of the last heartbeat
         rank.stepped_at, rank.missed, rank.still_since = event["t"], 0, None
@@ -373,13 +377,3 @@ class Run:
     def steps_taken(self) -> dict[int, int]:
         """Return rank to the steps of the optimizer that took most."""
         return {n: max(r.steps.values(), default=0) for n, r in sorted(self.ranks.items())}
-
-
-def _shared(event: Event, last: Event) -> Event:
-    """Return what was seen since the last backward; of several optimizers, the first has it."""
-    names = ("talks", "reduced", "carried", "distinct", "rooted", "is_complete")
-    own = {name: event[name] for name in names}
-    if event["computed"] or event["forwards"] or not last:
-        return own
-    both = {name: last[name] + own[name] for name in ("reduced", "carried")}
-    return {**last, **both, "is_complete": last["is_complete"] and own["is_complete"]}
