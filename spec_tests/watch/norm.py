@@ -92,9 +92,8 @@ def norm(id: str, *, source: str, about: About = About.ITSELF) -> Callable[[Chec
 
         @functools.wraps(check)
         def named(*arguments: Any) -> Iterator[Finding]:
-            for finding in check(*arguments):
-                yield replace(finding, norm=id)
-                return
+            found = [*check(*arguments)]  # all: a check keeps what it has seen behind its findings
+            yield from (replace(finding, norm=id) for finding in found[:1])
 
         worlds, everywhere = (1, 2, 3), ("gloo", "cuda")
         fields = (strength, "correct", (), (), source, worlds, everywhere, "", named)

@@ -192,7 +192,8 @@ class Regimes:
             step, apart = replace(last, events=events), {name for name, *_ in last.unequal("after")}
             # The averages may be elsewhere, to be saved.
             if _are_exchanged(step, last) or _are_sent(step, last, apart, is_just=True):
-                self.seen[last.whose].exchange = "after the last step"
+                seen = self.seen[last.whose]
+                seen.exchange = seen.exchange or "after the last step"
 
     def take(self, step: Step) -> None:
         """Take what a step shows, before it is judged."""
