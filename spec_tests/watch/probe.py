@@ -23,6 +23,7 @@ from collections.abc import Iterable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -100,23 +101,19 @@ class Probe:
         self.talked = 0  # collectives before the forward that is running
         self.takes_gradients = True
         self.built: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers, before they step too
-        self.optimizers: weakref.WeakKeyDictionary[Any, Watched] = weakref.WeakKeyDictionary()
+        self.optimizers: WeakKeyDictionary[Any, Watched] = WeakKeyDictionary()
         self._numbers = itertools.count()  # of optimizers, in the order of their first steps
         self.stepping: int | None = None
-        self.recordings: weakref.WeakKeyDictionary[nn.Module, Recording] = (
-            weakref.WeakKeyDictionary()
-        )
+        self.recordings: WeakKeyDictionary[nn.Module, Recording] = WeakKeyDictionary()
         self.has_scaler = False
         self.scaled: set[int] = set()  # scalers that scaled a loss in this window
         self.clips: list[dict[str, Any]] = []
         self.factors: dict[int, float] = {}  # what clipping has multiplied each gradient by
         self.window = Window()
         self.feeds = loading.Feeds()
-        self.loaded: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+        self.loaded: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
         self.compared: set[tuple[int, str]] = set()
-        self._roots: weakref.WeakKeyDictionary[nn.Module, tuple[object, ...]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._roots: WeakKeyDictionary[nn.Module, tuple[object, ...]] = WeakKeyDictionary()
         self.thread = threading.get_ident()  # that imported torch; others are not watched
         self._world: tuple[int, int] | None = None
         self._failures = 0
@@ -173,7 +170,8 @@ class Probe:
         seen = tuple((id(p), p.requires_grad) for p in parameters)
         if self._roots.get(module) != seen:
             if module not in self._roots:
-                weakref.finalize(module, _gone, [weakref.ref(p) for p in parameters])
+                refs = [weakref.ref(p) for p in parameters]
+                weakref.finalize(module, quiet(Probe.gone), refs)
             self._roots[module] = seen
             self.names.learn(module)
             self._count_backwards(parameters)
@@ -243,10 +241,9 @@ class Probe:
     def gone(self, parameters: list[weakref.ref[Tensor]]) -> None:
         """A model goes, at the latest with the process: say what its weights have become."""
         alive = [p for ref in parameters if (p := ref()) is not None]
-        values = numbers([fingerprint(p) for p in alive])
-        weights = [(self.names.of(p).number, v) for p, v in zip(alive, values, strict=True)]
         if self.link is not None:
-            self.link.send("gone", weights=weights)
+            weights = [(self.names.of(p).number, fingerprint(p)) for p in alive]
+            self.link.send("gone", weights=plain(weights))
 
     def cleared(self, parameters: Iterable[Tensor]) -> None:
         """Gradients were cleared: what came before does not go into the step."""
@@ -414,7 +411,6 @@ class Probe:
         watched.last = after
         watched.event["half"] = watched.compare_half()
         watched.event["update"] = watched.sample and watched.sample.compare()
-        watched.sample = None
         bad = watched.event["bad"]
         bad["after"] = watched.not_finite() if bad["grads"] else []
         link = self.connect()
@@ -424,10 +420,7 @@ class Probe:
         if watched.steps == self.options["steps"]:
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
-            link.wait_for_answer()
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(0)
+            link.end_rank()
 
 
 def _before_forward(module: nn.Module, arguments: tuple[Any, ...]) -> None:
@@ -456,5 +449,4 @@ def _after_forward(module: nn.Module, arguments: Any, output: Any) -> None:
 
 
 _begin, _enter, _leave = quiet(Probe.begin), quiet(Probe.enter), quiet(Probe.left)
-_gone = quiet(Probe.gone)
 _compare_and_keep, _accumulated = quiet(Probe.compare_and_keep), quiet(Probe.accumulated)
