@@ -331,7 +331,8 @@ def all_reduce(original: Any, *arguments: Any, **keywords: Any) -> Any:
         tensor = given.get("tensor")
         if not isinstance(tensor, Tensor) or is_dtensor(tensor) or not tensor.is_floating_point():
             return
-        if torch._C._current_graph_task_id() == -1:  # not in a backward, as a hook of DDP's is
+        # Neither in a backward, as a hook of DDP's is, nor in a step.
+        if torch._C._current_graph_task_id() == -1 and probe.stepping is None:
             del probe.window.by_hand[:-KEPT]
             pointer = tensor.untyped_storage().data_ptr()
             probe.window.by_hand.append((tensor.numel(), pointer))

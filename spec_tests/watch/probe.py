@@ -170,8 +170,7 @@ class Probe:
         seen = tuple((id(p), p.requires_grad) for p in parameters)
         if self._roots.get(module) != seen:
             if module not in self._roots:
-                refs = [weakref.ref(p) for p in parameters]
-                weakref.finalize(module, quiet(Probe.gone), refs)
+                weakref.finalize(module, quiet(Probe.gone), [*map(weakref.ref, parameters)])
             self._roots[module] = seen
             self.names.learn(module)
             self._count_backwards(parameters)
@@ -397,7 +396,6 @@ class Probe:
         if watched is None or self.stepping != id(optimizer):
             return
         self.stepping = None
-        self.window.by_hand.clear()
         if not watched.event:
             return
         watched.steps += 1
