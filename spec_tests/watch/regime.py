@@ -198,7 +198,6 @@ class Regimes:
     def take(self, step: Step) -> None:
         """Take what a step shows, before it is judged."""
         seen = self.seen[step.whose]
-        step = replace(step, events={r: {**e, **e["shared"]} for r, e in step.events.items()})
         first, events = step.layout(min(step.events)), step.events.values()
         seen.layout = tuple((entry["name"], *entry["shape"]) for entry in first)
         grads = {name: {*values.values()} for name, _, values in step.replicas("grads")}
@@ -237,7 +236,7 @@ class Regimes:
     def _continued(self, step: Step) -> Step | None:
         """Return the step that left weights apart which a new model may go on with, if any."""
         layout, first = self.seen[step.whose].layout, min(step.events)
-        for numbers, last in self._apart.items() if step.number == 1 else ():
+        for numbers, last in self._apart.items():
             is_new = min(step.numbers, default=0) >= last.events[first]["met"]
             if is_new and self.seen[last.whose].layout == layout:
                 return self._apart.pop(numbers)

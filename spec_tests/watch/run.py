@@ -313,6 +313,7 @@ class Run:
         event["talks"] = any(forward["talks"] for forward in event["forwards"])
         if event["computed"] or event["forwards"] or not rank.spans:
             rank.spans, rank.shared = [], {key: event[key] for key in ("talks", "distinct")}
+        event |= rank.shared
         rank.spans.append((rank.stepped_at, event["begun"]))
         sent = [each for of in rank.spans for each in rank.span(*of)]
         found = [each for each in sent if each.is_reduction]
@@ -324,7 +325,7 @@ class Run:
         event["by_wrappers"] = rank.by_wrappers
         event["rooted"] = names == {"reduce"} and event["reduced"] >= event["distinct"]
         event["is_complete"] = rank.read_until >= event["begun"] and not rank.missed
-        event["shared"], event["layout"] = rank.shared, rank.layouts[optimizer]
+        event["layout"] = rank.layouts[optimizer]
         rank.batches = (event["feed"] or {}).get("batches")
         rank.place = event["place"]  # newer than that of the last heartbeat
         rank.stepped_at, rank.missed, rank.still_since = event["t"], 0, None
