@@ -344,7 +344,6 @@ class Probe:
             "title": type(optimizer).__name__,
             "step": watched.steps + 1,
             "place": script_line(),
-            "met": self.names.met,
             "options": options_of(groups),
             "loaded": self.loaded.pop(optimizer, None),
             "grads": [None if g is None else fingerprint(g) for g in grads],
@@ -413,7 +412,7 @@ class Probe:
         bad["after"] = watched.not_finite() if bad["grads"] else []
         link = self.connect()
         link.send_collectives(unless_recent=watched.steps > 3 and not watched.is_written)
-        link.send("step", **watched.event, after=after, moved=moved)
+        link.send("step", **watched.event, after=after, moved=moved, met=self.names.met)
         self.compared.clear()
         if watched.steps == self.options["steps"]:
             if torch.cuda.is_available():
