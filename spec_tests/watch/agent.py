@@ -155,10 +155,8 @@ class Agent:
             self._close(peer)
             return
         for event in events:
-            try:
+            with self._noted("an event of a rank"):
                 self._report(self._take(peer, event))
-            except Exception as error:  # the script goes on, and so does its judge
-                self.run.notes.append(f"an event of a rank failed: {error!r}")
 
     def _close(self, peer: Peer) -> None:
         self._peers.discard(peer)
@@ -201,21 +199,25 @@ class Agent:
         return ()
 
     def _judge(self, step: Step) -> list[Finding]:
-        """Return what the checks find in a step; one that breaks is a note, not the end."""
+        """Return what the checks find in a step."""
         found: list[Finding] = []
         self._is_compared = True
         if len(self.run.records) < compare.KEPT:
             self.run.records.append(compare.record(step))
-        try:
+        with self._noted(f"relations of ranks in step {step.number}"):
             self.run.regimes.take(step)
-        except Exception as error:
-            self.run.notes.append(f"relations of ranks in step {step.number} failed: {error!r}")
         for id in sorted(STEP_CHECKS, key=ORDER.index):  # causes before effects
-            try:
+            with self._noted(f"the check of {id}"):
                 found += STEP_CHECKS[id](step)
-            except Exception as error:
-                self.run.notes.append(f"the check of {id} failed: {error!r}")
         return found
+
+    @contextlib.contextmanager
+    def _noted(self, what: str) -> Iterator[None]:
+        """Make a note of an error: the script goes on, and so does its judge."""
+        try:
+            yield
+        except Exception as error:
+            self.run.notes.append(f"{what} failed: {error!r}")
 
     def _take_rank(self, peer: Peer, event: dict[str, Any]) -> None:
         number = event["rank"]
@@ -263,25 +265,21 @@ class Agent:
         return [each for each in map(self.run.regimes.weigh, self.findings) if each is not None]
 
     def _report_end(self, run: Run) -> None:
-        try:
+        with self._noted("relations of ranks at the end"):
             run.regimes.end(run)
-        except Exception as error:
-            run.notes.append(f"relations of ranks at the end failed: {error!r}")
         found = [*traffic.ends(run), *traffic.as_many_steps(run)]
         was_told = any(f.norm == "watch.run.ends" for f in self.findings[self._went_on :])
         self._report(f for f in found if f.norm != "watch.run.ends" or not was_told)
 
     def _looks_blocked(self, now: float) -> bool:
         """Look for a hang; returns whether the command is to be ended for it."""
-        try:
+        with self._noted("the search for hangs"):
             alive = [rank for rank in self.run.ranks.values() if rank.is_alive]
             if any(rank.is_done for rank in self.run.ranks.values()):
                 return traffic.all_wait(alive, now, self._options.patience)  # for what was ended
             self._look_for_hang(now)
             return self._is_blocked_by_a_mismatch(now)
-        except Exception as error:  # the script goes on, and so does its judge
-            self.run.notes.append(f"the search for hangs failed: {error!r}")
-            return False
+        return False
 
     def _look_for_hang(self, now: float) -> None:
         """Report a hang, and withdraw the report if the ranks go on after all."""

@@ -23,7 +23,6 @@ _OF_CHECKPOINTS = (  # options that are not handed on to the function
     *("use_reentrant", "preserve_rng_state", "context_fn", "determinism_check", "debug"),
 )
 _ALL_REDUCE = ("tensor", "op", "group", "async_op")
-_FEW = 64  # sums of a step
 _CLOSE = 1e-3  # of a norm: half of it, or twice, is far
 _LINEAR = ("Div", "Mul", "ToCopy", "Squeeze", "View", "Unsqueeze")  # nodes: of a factor, or none
 _MEANS = (
@@ -330,17 +329,16 @@ def all_reduce(original: Any, *arguments: Any, **keywords: Any) -> Any:
 
     def before(probe: Any) -> None:
         tensor = given.get("tensor")
-        if isinstance(tensor, Tensor) and tensor.is_floating_point() and not is_dtensor(tensor):
-            is_in_backward = torch._C._current_graph_task_id() != -1  # as a hook of DDP's is
-            probe.window.by_hand += 0 if is_in_backward else tensor.numel()
-            if len(probe.window.summed_up) < _FEW and not is_in_backward:
-                pointer = tensor.untyped_storage().data_ptr()
-                probe.window.summed_up.append((tensor.numel(), pointer))
-        if not _is_due(probe) or not isinstance(tensor, Tensor) or is_dtensor(tensor):
+        if not isinstance(tensor, Tensor) or is_dtensor(tensor) or not tensor.is_floating_point():
             return
+        # Neither in a backward, as a hook of DDP's is, nor in a step.
+        if torch._C._current_graph_task_id() == -1 and probe.stepping is None:
+            del probe.window.by_hand[:-KEPT]
+            pointer = tensor.untyped_storage().data_ptr()
+            probe.window.by_hand.append((tensor.numel(), pointer))
         is_sum = given.get("op", dist.ReduceOp.SUM) == dist.ReduceOp.SUM
         is_whole = dist.get_world_size(given.get("group")) == dist.get_world_size()
-        if is_sum and is_whole and not given.get("async_op") and tensor.is_floating_point():
+        if is_sum and is_whole and not given.get("async_op") and _is_due(probe):
             norms.append(_norm(tensor))
 
     def after(probe: Any) -> None:
@@ -361,13 +359,13 @@ def others(probe: Any) -> list[int]:
     size of one may be a weight, as of a moving average.
     """
     known = list(probe.names.known.values())
-    if not probe.window.summed_up or not any(each.wrapper for each in known):
+    if not probe.window.by_hand or not any(each.wrapper for each in known):
         return []
     parameters = [p for each in known if (p := each.parameter()) is not None]
     grads = [local_of(p.grad) for p in parameters if p.grad is not None]
     pointers = {g.untyped_storage().data_ptr() for g in grads}
     whole = sum(g.numel() for g in grads)
-    found = probe.window.summed_up
+    found = probe.window.by_hand
     return [size for size, pointer in found if pointer not in pointers and size != whole]
 
 

@@ -124,7 +124,7 @@ def _size(batch: tuple[Any, ...]) -> int:
     return max(math.prod(shape) for _, _, shape in batch)
 
 
-@step_norm("watch.steps.same", source=_DDP, about=About.COUNT)
+@step_norm("watch.steps.same", source=_DDP, about=About.PEERS)
 def steps_same(step: Step) -> Iterator[Finding]:
     """All ranks MUST take the same steps: none skips an update that another one takes."""
     windows = {rank: len(event["forwards"]) for rank, event in step.events.items()}

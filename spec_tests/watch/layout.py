@@ -32,6 +32,7 @@ class Entry:
             "local" (the wrapper leaves it alone).
         ranks: those of its group or mesh; empty where unknown.
         shard: which part this rank has, equal on ranks that hold the same part.
+        number: which one of the rank's parameters it is, in the order in which they were met.
         is_held: whether a module that was called has it.
         is_added: whether a model has it that was wrapped without it.
     """
@@ -41,6 +42,7 @@ class Entry:
     kind: str
     ranks: tuple[int, ...]
     shard: tuple[int, ...]
+    number: int
     is_held: bool
     is_trained: bool
     is_added: bool = False
@@ -61,6 +63,7 @@ class Known:
     """
 
     parameter: weakref.ref[Tensor]
+    number: int
     name: str = ""
     owner: Callable[[], nn.Module | None] = lambda: None
     kind: str = "plain"
@@ -80,6 +83,7 @@ class Names:
         self.count = 0  # of names that were given
         self.units: set[int] = set()  # modules whose parameters FSDP2 shards
         self.shards: dict[tuple[int, str], tuple[str, weakref.ref[Tensor]]] = {}
+        self.met = 0  # parameters so far
         self._wrappers: list[weakref.ref[Any]] = []
         self._wrapper: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
         self._ties: list[list[tuple[weakref.ref[nn.Module], str]]] = []
@@ -88,7 +92,8 @@ class Names:
         """Return what is known of a parameter; it is forgotten when the parameter goes."""
         known = self.known.get(id(parameter))
         if known is None:
-            known = self.known[id(parameter)] = Known(weakref.ref(parameter))
+            known = self.known[id(parameter)] = Known(weakref.ref(parameter), self.met)
+            self.met += 1
             weakref.finalize(parameter, self.known.pop, id(parameter), None)
         return known
 
@@ -219,6 +224,7 @@ class Names:
             kind,
             ranks,
             shard,
+            known.number,
             bool(known.name),
             parameter.requires_grad,
             known.is_added and kind in ("plain", "ddp"),

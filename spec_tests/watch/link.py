@@ -51,7 +51,7 @@ class Link:
         self._socket.settimeout(10)
         self._socket.connect((host, int(port)))
         self._socket.settimeout(None)
-        self._lock, self._reading = threading.Lock(), threading.RLock()
+        self._lock, self._reading = threading.RLock(), threading.RLock()
         self._main = threading.main_thread()
         self._records = Records()
         self._read = 0.0
@@ -109,12 +109,15 @@ class Link:
         self._is_over.set()
         self._heart.join(timeout=5)
 
-    def wait_for_answer(self) -> None:
-        """Wait until the agent has read what was sent; it answers with one byte."""
+    def end_rank(self) -> None:
+        """End the process when the agent has read what was sent: it answers with one byte."""
         self.send("done")
         self._socket.settimeout(10)
         with contextlib.suppress(OSError):
             self._socket.recv(1)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
 
     def drop(self) -> None:
         """Close this end without a lock, which a fork may have taken over; the rank's end stays."""

@@ -27,11 +27,9 @@ class About(Enum):
     """What a norm says something about: `regime` has when a deviation is a fault."""
 
     ITSELF = "a rank by itself, a wrapper, or what all ranks must do"
-    EQUAL = "weights that ranks hold alike at each step"
+    EQUAL = "weights that ranks hold alike at each step, or averages of them"
     BEGIN = "weights that ranks begin with alike"
     PEERS = "ranks that train on different data, and do the same with it"
-    AVERAGES = "weights that no optimizer holds, as averages of those that ranks hold alike"
-    COUNT = "the number of steps of ranks that train together"
 
 
 NORMS: dict[str, Clause] = {}
@@ -44,7 +42,7 @@ class Finding:
     """One thing that a check saw.
 
     Attributes:
-        norm: id of the norm that does not hold; where a check leaves it "", that of the check.
+        norm: id of the norm that does not hold; "" until the check's own is put there.
         text: what was expected and what came, with rank and tensor.
         step: of the optimizer, from 1; 0 before the first.
         rank: the rank that it is about; None for all.
@@ -94,12 +92,8 @@ def norm(id: str, *, source: str, about: About = About.ITSELF) -> Callable[[Chec
 
         @functools.wraps(check)
         def named(*arguments: Any) -> Iterator[Finding]:
-            told: set[str] = set()
-            for finding in check(*arguments):
-                name = finding.norm or id
-                if name not in told:
-                    told.add(name)
-                    yield replace(finding, norm=name)
+            found = [*check(*arguments)]  # all: a check keeps what it has seen behind its findings
+            yield from (replace(finding, norm=id) for finding in found[:1])
 
         worlds, everywhere = (1, 2, 3), ("gloo", "cuda")
         fields = (strength, "correct", (), (), source, worlds, everywhere, "", named)

@@ -23,6 +23,7 @@ from collections.abc import Iterable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -100,23 +101,19 @@ class Probe:
         self.talked = 0  # collectives before the forward that is running
         self.takes_gradients = True
         self.built: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers, before they step too
-        self.optimizers: weakref.WeakKeyDictionary[Any, Watched] = weakref.WeakKeyDictionary()
+        self.optimizers: WeakKeyDictionary[Any, Watched] = WeakKeyDictionary()
         self._numbers = itertools.count()  # of optimizers, in the order of their first steps
         self.stepping: int | None = None
-        self.recordings: weakref.WeakKeyDictionary[nn.Module, Recording] = (
-            weakref.WeakKeyDictionary()
-        )
+        self.recordings: WeakKeyDictionary[nn.Module, Recording] = WeakKeyDictionary()
         self.has_scaler = False
         self.scaled: set[int] = set()  # scalers that scaled a loss in this window
         self.clips: list[dict[str, Any]] = []
         self.factors: dict[int, float] = {}  # what clipping has multiplied each gradient by
         self.window = Window()
         self.feeds = loading.Feeds()
-        self.loaded: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+        self.loaded: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
         self.compared: set[tuple[int, str]] = set()
-        self._roots: weakref.WeakKeyDictionary[nn.Module, tuple[object, ...]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._roots: WeakKeyDictionary[nn.Module, tuple[object, ...]] = WeakKeyDictionary()
         self.thread = threading.get_ident()  # that imported torch; others are not watched
         self._world: tuple[int, int] | None = None
         self._failures = 0
@@ -172,6 +169,8 @@ class Probe:
             return
         seen = tuple((id(p), p.requires_grad) for p in parameters)
         if self._roots.get(module) != seen:
+            if module not in self._roots:
+                weakref.finalize(module, quiet(Probe.gone), [*map(weakref.ref, parameters)])
             self._roots[module] = seen
             self.names.learn(module)
             self._count_backwards(parameters)
@@ -237,6 +236,13 @@ class Probe:
             both_nan = own.isnan() & local.isnan()
             differs = ((own != local) & ~both_nan).sum(dtype=torch.int64)
             self.window.stale.append((known[0], script_line(), differs))
+
+    def gone(self, parameters: list[weakref.ref[Tensor]]) -> None:
+        """A model goes, at the latest with the process: say what its weights have become."""
+        alive = [p for ref in parameters if (p := ref()) is not None]
+        if self.link is not None:
+            weights = [(self.names.of(p).number, fingerprint(p)) for p in alive]
+            self.link.send("gone", weights=plain(weights))
 
     def cleared(self, parameters: Iterable[Tensor]) -> None:
         """Gradients were cleared: what came before does not go into the step."""
@@ -388,7 +394,7 @@ class Probe:
         watched = self.optimizers.get(optimizer)
         if watched is None or self.stepping != id(optimizer):
             return
-        self.stepping, self.window.by_hand = None, 0
+        self.stepping = None
         if not watched.event:
             return
         watched.steps += 1
@@ -402,20 +408,16 @@ class Probe:
         watched.last = after
         watched.event["half"] = watched.compare_half()
         watched.event["update"] = watched.sample and watched.sample.compare()
-        watched.sample = None
         bad = watched.event["bad"]
         bad["after"] = watched.not_finite() if bad["grads"] else []
         link = self.connect()
         link.send_collectives(unless_recent=watched.steps > 3 and not watched.is_written)
-        link.send("step", **watched.event, after=after, moved=moved)
+        link.send("step", **watched.event, after=after, moved=moved, met=self.names.met)
         self.compared.clear()
         if watched.steps == self.options["steps"]:
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
-            link.wait_for_answer()
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(0)
+            link.end_rank()
 
 
 def _before_forward(module: nn.Module, arguments: tuple[Any, ...]) -> None:

@@ -55,7 +55,7 @@ def nothing_reduced_under_no_sync(step: Step, rank: int, event: Event) -> Findin
         return None
     # DDP reduces what a micro-batch did not use as well, and a second model may use none of them.
     most = max(meant, event["synced"] / event["distinct"])
-    times = (event["reduced"] - event["by_hand"]) / event["distinct"]
+    times = (event["reduced"] + sum(event["others"]) - event["by_hand"]) / event["distinct"]
     if times <= most + 0.5 or not (event["synced"] or any(f["syncs"] for f in event["forwards"])):
         return None
     outside = sum(forward["syncs"] is True for forward in event["forwards"]) > meant
@@ -225,7 +225,7 @@ def replicas_begin_equal(step: Step) -> Iterator[Finding]:
     found = list(step.unequal("before", every=True)) if step.number == 1 else []
     entries = step.entries
     is_held = any(entries[name]["is_held"] for name, *_ in found)
-    if not found or not (is_held or step.run.regimes.is_reduced(step.whose)):
+    if not found or not (is_held or step.run.regimes.seen[step.whose].is_reduced):
         return  # nothing, or no module's, such as a shard that this rank updates
     name, rank, values = _first(sorted(found, key=lambda each: not entries[each[0]]["is_added"]))
     likely = step.unwrapped(name) or "the first weights were not broadcast"
@@ -257,9 +257,7 @@ def replicas_equal(step: Step) -> Iterator[Finding]:
 
 
 @step_norm(
-    "watch.replicas.unheld",
-    source="Tarvainen and Valpola 2017, section 2",
-    about=About.AVERAGES,
+    "watch.replicas.unheld", source="Tarvainen and Valpola 2017, section 2", about=About.EQUAL
 )
 def unheld_equal(step: Step) -> Iterator[Finding]:
     """Parameters that no optimizer holds, as of a teacher, MUST stay equal if they begin equal."""

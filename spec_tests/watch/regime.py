@@ -10,7 +10,7 @@ A command may start several trainings, one after the other: each is judged by wh
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 NAME_REPLICAS = "name the ranks that are replicas, as --replicas 0,1"
 _FIRST = 3  # steps that show whether gradients are exchanged
-_OF_WINDOWS = ("forwards", "reduced", "carried", "distinct", "rooted", "is_complete")
 _FEW = 64  # elements that collectives may carry, such as a loss that is shown
 _NOTHING = "nothing reduces their gradients, so that the ranks train alone"
 
@@ -57,13 +56,7 @@ _RULES: dict[About, dict[Regime, tuple[int, str]]] = {
         Regime.ALONE: (_SILENT, ""),
         Regime.PARTS: (_ADVICE, _PARTS),
     },
-    About.AVERAGES: {
-        Regime.PERIODIC: (_ADVICE, f"{_EXCHANGED}{{exchange}}"),
-        Regime.ALONE: (_SILENT, ""),
-        Regime.PARTS: (_ADVICE, _PARTS),
-    },
     About.PEERS: {Regime.ALONE: (_SILENT, ""), Regime.PARTS: (_ADVICE, _PARTS)},
-    About.COUNT: {Regime.ALONE: (_SILENT, ""), Regime.PARTS: (_ADVICE, _PARTS)},
     About.BEGIN: {
         Regime.UNREDUCED: (_AS_IT_IS, _NOTHING + _DIVIDED),
         Regime.ALONE: (
@@ -85,20 +78,22 @@ class Seen:
         unequal: the plain parameters that begin unequal.
         is_quiet: in its first steps no collective carried half as much as its gradients.
         is_reduced: some of those that begin unequal were given equal gradients.
-        has_reduced: some parameters, of a wrapper as well, were given equal gradients.
         is_divided: a DistributedSampler divides one data set among ranks that exchange nothing.
-        has_held: a step moved the weights and left them equal.
+        held_at: the last step that made gradients, or weights that it moved, equal; 0 for none.
+        left_at: the first step that is seen to make nothing equal; 0 for none.
         doubt: why plain parameters may be no replicas, or "".
+        exchange: when ranks exchanged weights that were apart, in words, or "".
     """
 
-    layout: str = ""
+    layout: tuple[Any, ...] = ()
     unequal: set[str] = field(default_factory=set)
     is_quiet: bool = True
     is_reduced: bool = False
-    has_reduced: bool = False
     is_divided: bool = False
-    has_held: bool = False
+    held_at: int = 0
+    left_at: int = 0
     doubt: str = ""
+    exchange: str = ""
 
 
 @dataclass
@@ -110,16 +105,16 @@ class Regimes:
         is_cut: --steps has ended the run.
         doubts: what shows, in any training, that ranks may be no replicas; it stays.
         exchanges: parts of tensors are exchanged, as experts need it that were added to replicas.
+        seen: what was seen of each optimizer.
     """
 
     named: list[list[int]] = field(default_factory=list)
     is_cut: bool = False
     doubts: dict[str, None] = field(default_factory=dict)
     exchanges: bool = False
-    _seen: dict[Whose, Seen] = field(default_factory=dict)
-    _exchanges: dict[tuple[int, str], str] = field(default_factory=dict)  # by training and layout
-    _apart: dict[str, Step] = field(default_factory=dict)  # the last step that left weights apart
-    _windows: dict[int, dict[str, Any]] = field(default_factory=dict)  # of ranks: the last ones
+    seen: dict[Whose, Seen] = field(default_factory=lambda: defaultdict(Seen))
+    # By the numbers of the parameters, the last step that left them apart.
+    _apart: dict[tuple[int, ...], Step] = field(default_factory=dict)
 
     def of(self, whose: Whose, kind: str) -> Regime:
         """Return the regime of an optimizer's parameters.
@@ -127,8 +122,7 @@ class Regimes:
         Args:
             kind: "wrapped"; "added" to a model that was wrapped before; or "plain".
         """
-        seen = self._seen.get(whose, Seen())
-        exchange = self.exchange(whose)
+        seen, exchange = self.seen[whose], self.exchange(whose)
         if kind == "wrapped" or (self.named and (seen.unequal or exchange)):
             return Regime.PERIODIC if exchange else Regime.WRAPPED
         if seen.is_reduced:
@@ -141,35 +135,27 @@ class Regimes:
             return Regime.ALONE if seen.is_quiet else Regime.UNKNOWN
         if exchange:
             return Regime.PERIODIC
-        if not seen.is_quiet or seen.has_held or seen.has_reduced:
-            return Regime.REPLICAS
         is_early = self.is_cut and not (seen.unequal or self.named)
-        return Regime.EARLY if is_early else Regime.UNREDUCED
+        if is_early and seen.left_at > seen.held_at and (seen.is_quiet or seen.held_at):
+            return Regime.EARLY
+        return Regime.UNREDUCED if seen.is_quiet and not seen.held_at else Regime.REPLICAS
 
     def doubt(self, whose: Whose) -> str:
         """Return why an optimizer's plain parameters may be no replicas, or ""."""
-        own = self._seen.get(whose, Seen()).doubt
-        return "" if self.named else own or next(iter(self.doubts), "")
+        return "" if self.named else self.seen[whose].doubt or next(iter(self.doubts), "")
 
     def exchange(self, whose: Whose) -> str:
-        """Return when ranks exchanged weights that were apart, in words, or "".
+        """Return when weights that were apart were exchanged, in words, or "".
 
-        It is one of the same training; or of the same parameters, where a command starts again.
+        In the same training; or those of the same layout, where a command starts again.
         """
-        layout, known = self._seen.get(whose, Seen()).layout, self._exchanges.items()
-        return next((step for of, step in known if of[0] == whose[0] or of[1] == layout), "")
-
-    def begins_unequal(self, whose: Whose) -> bool:
-        """Return whether plain parameters begin unequal: that is told once."""
-        return bool(self._seen.get(whose, Seen()).unequal)
-
-    def is_reduced(self, whose: Whose) -> bool:
-        """Return whether plain parameters that begin unequal were given equal gradients."""
-        return self._seen.get(whose, Seen()).is_reduced
+        layout, known = self.seen[whose].layout, self.seen.items()
+        own = (s.exchange for (n, _), s in known if n == whose[0] or s.layout == layout)
+        return next(filter(None, own), "")
 
     def are_apart(self, training: int) -> bool:
         """Return whether ranks go ways of their own for some steps, so that these may be uneven."""
-        found = [whose for whose in self._seen if whose[0] == training]
+        found = [whose for whose in self.seen if whose[0] == training]
         return any(self.exchange(of) or self.of(of, "plain") is Regime.ALONE for of in found)
 
     def weigh(self, finding: Finding) -> Finding | None:
@@ -192,76 +178,69 @@ class Regimes:
     def begin_anew(self) -> None:
         """The command starts ranks again: no exchange is between two trainings."""
         self._apart.clear()
-        self._windows.clear()
 
     def end(self, run: Run) -> None:
-        """Ranks that end may have averaged their weights after the last step."""
-        for layout, last in self._apart.items():
-            sizes = Counter(math.prod(last.entries[n]["shape"]) for n, *_ in last.unequal("after"))
-            sent = [Counter(run.ranks[r].sizes(e["t"])) for r, e in last.events.items()]
-            new = (run.ranks[r].by_wrappers > e["by_wrappers"] for r, e in last.events.items())
-            is_sent = all(sizes <= of or of[sum(sizes.elements())] for of in sent)
-            if sizes and is_sent and not any(new):  # by no wrapper of another model
-                self._exchanges.setdefault((run.training, layout), "after the last step")
+        """Take what became of weights after the last step, as a model shows when it goes."""
+        for last in self._apart.values():
+            events = {}
+            for rank, event in last.events.items():
+                own, layout = run.ranks[rank], last.layout(rank)
+                pairs = zip(layout, event["after"], strict=True)
+                gone = [own.gone.get(entry["number"], value) for entry, value in pairs]
+                now = {"before": gone, "begun": math.inf, "by_wrappers": own.by_wrappers}
+                events[rank] = {**event, **now}
+            step, apart = replace(last, events=events), {name for name, *_ in last.unequal("after")}
+            # The averages may be elsewhere, to be saved.
+            if _are_exchanged(step, last) or _are_sent(step, last, apart, is_just=True):
+                seen = self.seen[last.whose]
+                seen.exchange = seen.exchange or "after the last step"
 
     def take(self, step: Step) -> None:
         """Take what a step shows, before it is judged."""
-        seen = self._seen.setdefault(step.whose, Seen())
-        for rank, event in step.events.items():  # of several optimizers, the first has the window
-            if event["computed"] or event["forwards"] or rank not in self._windows:
-                self._windows[rank] = {key: event[key] for key in _OF_WINDOWS}
-                continue
-            window = self._windows[rank]
-            window |= {key: window[key] + event[key] for key in ("reduced", "carried")}
-            window["is_complete"] &= event["is_complete"]
-        found = {r: {**e, **self._windows.get(r, {})} for r, e in step.events.items()}
-        step = replace(step, events=found)
-        first = step.layout(min(step.events))
-        seen.layout = repr([(entry["name"], entry["shape"]) for entry in first])
-        events = step.events.values()
+        seen = self.seen[step.whose]
+        first, events = step.layout(min(step.events)), step.events.values()
+        seen.layout = tuple((entry["name"], *entry["shape"]) for entry in first)
+        grads = {name: {*values.values()} for name, _, values in step.replicas("grads")}
+        # Gradients of zeros say nothing.
+        equal = {name for name, of in grads.items() if len(of) == 1 and all(of)}
+        is_complete = all(event["is_complete"] for event in events)
         if step.number == 1:
             unequal = step.unequal("before", every=True)
             seen.unequal = {name for name, kind, _ in unequal if kind == "plain"}
-            seen.is_reduced = _are_reduced(step, seen.unequal)
+            is_reduced = any(event["reduced"] >= event["distinct"] > 0 for event in events)
+            seen.is_reduced = is_reduced and not equal.isdisjoint(seen.unequal)
         if step.number <= _FIRST:
-            seen.is_quiet &= all(
-                e["is_complete"] and 2 * e["carried"] < max(e["distinct"], 1) for e in events
-            )
+            is_quiet = all(2 * event["carried"] < max(event["distinct"], 1) for event in events)
+            seen.is_quiet &= is_complete and is_quiet
         if step.number == _FIRST and seen.is_quiet and seen.unequal:
             seen.is_divided = _divide_one_data_set(step)
         seen.doubt = seen.doubt or _doubt(step)
         is_equal = not any(step.unequal("after", every=True))
-        seen.has_reduced |= _have_equal_gradients(step)
-        seen.has_held |= is_equal and all(event["moved"] for event in events)
-        # What is apart another optimizer may step next: one of the next round, an outer one.
-        last = self._apart.get(seen.layout)
-        if last is not None and last.optimizer == step.optimizer:
-            del self._apart[seen.layout]
-        where = step.whose[0], seen.layout
-        if last is not None and not self.exchange(step.whose) and _are_exchanged(step, last):
-            self._exchanges[where] = f"before step {step.number} at {step.place(min(step.events))}"
-        # The optimizer itself made them equal, or all are NaN.
-        is_averaged = last is not None and is_equal and any(step.unequal("before"))
-        if is_averaged and not any(event["bad"]["grads"] for event in events):
-            self._exchanges.setdefault(where, f"in step {step.number}")
+        most = max(event["reduced"] for event in events)
+        is_moved = is_equal and all(event["moved"] for event in events)
+        is_bad = any(event["bad"]["grads"] for event in events)  # NaN is equal to NaN, in bytes
+        if is_moved or any(step.sizes[name] <= most for name in equal):
+            seen.held_at = step.number
+        elif is_complete or all(len(of) > 1 for of in grads.values()):
+            seen.left_at = seen.left_at or step.number
+        last = self._apart.pop(step.numbers, None) or self._continued(step)
+        if last is None or self.exchange(step.whose):
+            pass
+        elif _are_exchanged(step, last):
+            seen.exchange = f"before step {step.number} at {step.place(min(step.events))}"
+        elif is_moved and not is_bad and any(step.unequal("before")):  # by the optimizer itself
+            seen.exchange = f"in step {step.number}"
         if any(step.unequal("after")):
-            self._apart[seen.layout] = step
+            self._apart[step.numbers] = step
 
-
-def _are_reduced(step: Step, names: set[str]) -> bool:
-    """Return whether ranks reduce the gradients of some plain parameters: these are replicas."""
-    if not any(event["reduced"] >= event["distinct"] > 0 for event in step.events.values()):
-        return False
-    grads = [{*values.values()} for name, _, values in step.replicas("grads") if name in names]
-    return any(len(of) == 1 and None not in of for of in grads)
-
-
-def _have_equal_gradients(step: Step) -> bool:
-    """Return whether collectives may have made a gradient equal on all ranks; zeros say nothing."""
-    most = max(event["reduced"] for event in step.events.values())
-    sizes = {name: math.prod(entry["shape"]) for name, entry in step.entries.items()}
-    grads = ((name, {*values.values()}) for name, _, values in step.replicas("grads"))
-    return any(len(of) == 1 and all(of) and sizes[name] <= most for name, of in grads)
+    def _continued(self, step: Step) -> Step | None:
+        """Return the step that left weights apart which a new model may go on with, if any."""
+        layout, first = self.seen[step.whose].layout, min(step.events)
+        for numbers, last in self._apart.items():
+            is_new = min(step.numbers, default=0) >= last.events[first]["met"]
+            if is_new and self.seen[last.whose].layout == layout:
+                return self._apart.pop(numbers)
+        return None
 
 
 def _divide_one_data_set(step: Step) -> bool:
@@ -278,7 +257,7 @@ def _doubt(step: Step) -> str:
     plain = [[(e["name"], e["shape"]) for e in of if e["kind"] == "plain"] for of in layouts]
     if any(of != plain[0] for of in plain):
         return "the ranks' optimizers hold different parameters"
-    talks = any(f["talks"] for event in step.events.values() for f in event["forwards"])
+    talks = any(event["talks"] for event in step.events.values())
     return "the model communicates in its forward" * (talks and any(plain))
 
 
@@ -286,16 +265,10 @@ def _are_exchanged(step: Step, last: Step) -> bool:
     """Return whether ranks sent each other the weights that a step left apart, and changed them.
 
     All ranks change theirs, to those of no rank; or all have those of the one that alone had
-    a gradient, or the sum (`dist.reduce`). A part that is exchanged is equal on all ranks then.
+    a gradient, or the sum (`dist.reduce`). A part that is exchanged is equal on all ranks then, or
+    just that part was sent.
     """
     apart = {name: {*values.values()} for name, _, values in last.unequal("after")}
-    sizes = {name: math.prod(entry["shape"]) for name, entry in step.entries.items()}
-    since = {rank: event["t"] for rank, event in last.events.items()}
-    sent = [
-        step.run.ranks[rank].carried(since[rank], event["begun"], is_any=True)
-        - (event["by_wrappers"] - last.events[rank]["by_wrappers"])
-        for rank, event in step.events.items()
-    ]
     off = {name for name, _, _ in step.unequal("before")}
     had = {name: sum(g is not None for g in of.values()) for name, _, of in last.replicas("grads")}
     is_rooted = all(event["rooted"] for event in last.events.values())
@@ -304,5 +277,28 @@ def _are_exchanged(step: Step, last: Step) -> bool:
     else:
         now = {name: {*of.values()} for name, _, of in step.replicas("before") if name in apart}
         new = {name for name in now if now[name].isdisjoint(apart[name])}
-        new = new if new == apart.keys() else new - off
-    return bool(new) and min(sent) >= sum(sizes[name] for name in new)
+    part = new if new == apart.keys() else new - off
+    return _are_sent(step, last, new, is_just=True) or _are_sent(step, last, part)
+
+
+def _are_sent(step: Step, last: Step, names: set[str], *, is_just: bool = False) -> bool:
+    """Return whether each rank sent as many elements as some weights have between two steps.
+
+    Those of a new model are not known to be the same ones: they came in objects.
+
+    Args:
+        is_just: it sent each by itself, or all in one tensor, beside which buffers may be.
+    """
+    sizes = Counter(step.sizes[name] for name in names)
+    total = sum(sizes.elements())
+    for rank, event in step.events.items():
+        sent = step.run.ranks[rank].span(last.events[rank]["t"], event["begun"])
+        by_ddp = event["by_wrappers"] - last.events[rank]["by_wrappers"]
+        own = Counter(each.numel for each in sent if "broadcast" not in each.name)
+        if is_just and not sizes <= own and not any(0 <= n - total <= total / 4 for n in own):
+            return False
+        is_known = is_just or step.numbers == last.numbers
+        least = total + by_ddp
+        if sum(each.numel for each in sent if is_known or "Byte" in each.dtypes) < least:
+            return False
+    return bool(names)

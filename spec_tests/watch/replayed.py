@@ -40,7 +40,7 @@ def replayed_gradients(step: Step) -> Iterator[Finding]:
         return
     why = _why_not(step, replays)
     found = None if why else _first_deviation(step, replays)
-    if found is not None and _are_reduced_in_the_step(step, found.name):
+    if found is not None and _are_reduced_in_the_step(step):
         why = "the optimizer reduces gradients inside its step()"
     is_exact = all(of.get("is_exact") for of in replays.values())
     if found is not None and found.factor == 1.0 and not is_exact:
@@ -73,9 +73,10 @@ def replayed_gradients(step: Step) -> Iterator[Finding]:
 
 def _why_not(step: Step, replays: dict[int, Any]) -> str:
     """Return why a step cannot be judged, or ""."""
-    if step.regime is Regime.ALONE:
+    regime = step.run.regimes.of(step.whose, step.kind())
+    if regime is Regime.ALONE:
         return "each rank trains weights of its own, and nothing reduces their gradients"
-    if step.regime is Regime.PARTS:
+    if regime is Regime.PARTS:
         return f"{step.run.regimes.doubt(step.whose)}; {NAME_REPLICAS}"
     reasons: dict[str, list[int]] = {}
     for rank, of in replays.items():
@@ -88,14 +89,10 @@ def _why_not(step: Step, replays: dict[int, Any]) -> str:
     return "" if is_here else "ranks on other nodes wrote to their own disks"
 
 
-def _are_reduced_in_the_step(step: Step, name: str) -> bool:
+def _are_reduced_in_the_step(step: Step) -> bool:
     """Return whether ranks step with gradients of their own and have the same weights after it."""
-    grads, before, after = (
-        [[*of.values()] for n, _, of in step.replicas(key) if n == name]
-        for key in ("grads", "before", "after")
-    )
-    differ = any(of[0] != each for of in grads for each in of)
-    return differ and bool(after) and all(of == of[:1] * len(of) for of in (*before, *after))
+    grads, *weights = (any(step.unequal(k, every=True)) for k in ("grads", "before", "after"))
+    return grads and not any(weights)
 
 
 @rank_norm("watch.reduction.mean", source=_LI, about=About.PEERS)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from spec_tests.watch.norm import Finding
-from spec_tests.watch.regime import Regime, Regimes
+from spec_tests.watch.regime import Regimes
 
 Event = dict[str, Any]
 REDUCTIONS = ("all_reduce", "allreduce", "reduce_scatter", "reduce")
@@ -65,6 +65,10 @@ class Rank:
     read_until: int = 0
     stepped_at: int = 0
     by_wrappers: int = 0  # elements that DDP was to reduce in all steps so far
+    # After one backward, several optimizers share what was sent in these times, and seen.
+    spans: list[tuple[int, int]] = field(default_factory=list)
+    shared: Event = field(default_factory=dict)
+    gone: dict[int, int] = field(default_factory=dict)  # weights as they were last, by number
     place: str = ""
     waits: bool = False
     cpu: float = 0.0
@@ -111,19 +115,9 @@ class Rank:
         has_ended = self.has_ended and self.raised is None
         return (self.issued, sum(self.steps.values()), has_ended)
 
-    def carried(self, since: int, until: int, *, is_any: bool = False) -> int:
-        """Elements, of any type or floating-point ones, that collectives were given in a span."""
-        found = (c for c in self.window if since <= c.time < until)
-        return sum(each.numel for each in found if is_any or _FLOATS & {*each.dtypes})
-
-    def sizes(self, since: int) -> list[int]:
-        """Return how many elements each collective since a time was given, but for broadcasts."""
-        found = (each for each in self.window if since <= each.time)
-        return [each.numel for each in found if "broadcast" not in each.name]
-
-    def reductions(self, since: int, until: int) -> list[Collective]:
-        """Return the collectives of a span of time that reduce floating-point numbers."""
-        return [c for c in self.window if c.is_reduction and since <= c.time < until]
+    def span(self, since: int, until: float) -> list[Collective]:
+        """Return the collectives of a span of time."""
+        return [each for each in self.window if since <= each.time < until]
 
 
 @dataclass(frozen=True)
@@ -178,6 +172,16 @@ class Step:
         """The description of each parameter, by the first rank whose optimizer holds it."""
         return {e["name"]: e for rank in reversed(self.events) for e in self.layout(rank)}
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The elements of each parameter."""
+        return {name: math.prod(entry["shape"]) for name, entry in self.entries.items()}
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The parameters of the optimizer, as the first rank numbers all that it has."""
+        return tuple(entry["number"] for entry in self.layout(min(self.events)))
+
     def kind(self, tensor: str = "") -> str:
         """Return the kind of a tensor, or of all, as `Regimes.of` takes it."""
         every = self.entries
@@ -202,11 +206,6 @@ class Step:
             return words + "broadcasts nor reduces it"
         words = f"its model is not wrapped, while that of {others} other parameters of the "
         return (words + "optimizer is") * (is_plain and others > 0)
-
-    @property
-    def regime(self) -> Regime:
-        """What ranks are to each other, as far as the optimizer's parameters have shown it."""
-        return self.run.regimes.of(self.whose, self.kind())
 
     def replicas(self, key: str) -> Iterator[tuple[str, str, dict[int, Any]]]:
         """Yield name, kind and rank to value of each tensor that several ranks hold alike.
@@ -242,9 +241,9 @@ class Step:
         Args:
             every: also plain ones of an optimizer whose plain ones begin unequal: told once.
         """
-        is_told = not every and self.run.regimes.begins_unequal(self.whose)
+        told = set() if every else self.run.regimes.seen[self.whose].unequal
         for name, kind, values in self.replicas(key):
-            if len({*values.values()}) > 1 and not (is_told and kind == "plain"):
+            if len({*values.values()}) > 1 and not (told and kind == "plain"):
                 yield name, kind, values
 
     def peers(self) -> list[list[int]]:
@@ -311,14 +310,17 @@ class Run:
         event["loss"] = None if event["loss"] is None else event["loss"] / event["scale"]
         if event["messages"]:
             self.regimes.doubts["the ranks send each other point-to-point messages"] = None
-        found = rank.reductions(rank.stepped_at, event["begun"])
+        event["talks"] = any(forward["talks"] for forward in event["forwards"])
+        if event["computed"] or event["forwards"] or not rank.spans:
+            rank.spans, rank.shared = [], {key: event[key] for key in ("talks", "distinct")}
+        event |= rank.shared
+        rank.spans.append((rank.stepped_at, event["begun"]))
+        sent = [each for of in rank.spans for each in rank.span(*of)]
+        found = [each for each in sent if each.is_reduction]
         names, reduced = {each.name for each in found}, [each.numel for each in found]
-        for size in event["others"]:
-            if size in reduced:
-                reduced.remove(size)
-                event["by_hand"] -= size
-        event["reduced"], event["largest"] = sum(reduced), max(reduced, default=0)
-        event["carried"] = rank.carried(rank.stepped_at, event["begun"])
+        event["reduced"] = sum(reduced) - sum(event["others"])
+        event["largest"] = max(reduced, default=0)
+        event["carried"] = sum(each.numel for each in sent if _FLOATS & {*each.dtypes})
         rank.by_wrappers += event["by_ddp"]
         event["by_wrappers"] = rank.by_wrappers
         event["rooted"] = names == {"reduce"} and event["reduced"] >= event["distinct"]
@@ -368,6 +370,8 @@ class Run:
             rank.raised = event
         elif kind == "join":
             self.is_joined = True
+        elif kind == "gone":
+            rank.gone |= dict(event["weights"])
         elif kind == "note":
             self.notes.append(f"rank {rank.rank}: {event['text']}")
 

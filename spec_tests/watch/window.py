@@ -57,9 +57,8 @@ class Window:
         self.is_low = False  # whether it computes in 16 bits
         self.feed: Any = None  # the loader that gave its batches
         self.is_cleared = False  # gradients, since the last backward
-        self.summed_up: list[tuple[int, int]] = []  # elements and memory of the script's own sums
         self.by_ddp = 0  # elements that DDP is to reduce
-        self.by_hand = 0  # elements that the script's own sums were given, outside of a backward
+        self.by_hand: list[tuple[int, int]] = []  # elements and memory of the script's own sums
         self.has_dropped = False  # gradients of a backward that no step was taken with
         self.counts: dict[int, list[int]] = {}  # parameter to its backwards, unsynced ones, size
         self.made: dict[int, tuple[int, Tensor]] = {}  # parameter to its size, and gradient's norm
@@ -149,7 +148,7 @@ class Window:
             "computed": sum(times * size for times, _, size in counted),
             "distinct": sum(size for _, _, size in counted),
             "synced": sum((times - left) * size for times, left, size in counted),
-            "by_hand": self.by_hand,
+            "by_hand": sum(size for size, _ in self.by_hand),
             "by_ddp": self.by_ddp,
             "backwards": max((times for times, _, _ in counted), default=0),
             "unsynced": max((times for _, times, _ in counted), default=0),
