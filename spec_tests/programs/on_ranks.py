@@ -7,7 +7,8 @@ backward ends, and where gradients and weights are read. The calls are written o
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any
 
@@ -24,7 +25,7 @@ from spec_tests.programs.alone import (
     next_buffer,
     one_of,
 )
-from spec_tests.programs.machine import Machine
+from spec_tests.programs.machine import Training
 from spec_tests.programs.outputs import OUTPUTS
 from spec_tests.programs.pieces import Piece, exact
 from spec_tests.programs.planted import PlantedError, failing
@@ -34,7 +35,7 @@ from spec_tests.rig.ranks.rank import Context
 from spec_tests.rig.toys import TOYS, sum_of_squares
 
 
-class OnRank(Machine):
+class OnRank(Training):
     """One rank's toy in a scene, and what a program does to it.
 
     The loss of each micro-batch is the number of ranks times `sum_of_squares`, so that the mean
@@ -73,7 +74,6 @@ class OnRank(Machine):
             if isinstance(part, nn.Module):  # courses' wrappers are none
                 part.train(scene["mode"])
         self.buffers = {name: value.clone() for name, value in self.module.named_buffers()}
-        self.losses: Any = None
         self.records = False
         self.saved: Any = None
 
@@ -137,11 +137,9 @@ class OnRank(Machine):
         own = [named.pop(name) for name in self.names if name in named]
         return [*own, *named.values()]
 
-    @contextlib.contextmanager
-    def quietly(self) -> Iterator[None]:
-        """Within, a micro-batch stays on this rank."""
-        with self.ctx.impl.no_sync(self.wrapped):
-            yield
+    def quietly(self) -> AbstractContextManager[Any]:
+        """Return a context within which a micro-batch stays on this rank."""
+        return self.ctx.impl.no_sync(self.wrapped)  # type: ignore[no-any-return]  # such a context
 
     def finish_backward(self) -> None:
         self.ctx.impl.finish_gradient_synchronization(self.wrapped)
@@ -214,13 +212,6 @@ class OnRank(Machine):
         """Return the sum of the losses of these micro-batches."""
         return len(self.peers) * sum(sum_of_squares(self.output(micro)) for micro in micros)
 
-    def backward(self, *micros: str) -> Gradients:
-        self.loss(*micros).backward()
-        self.finish_backward()
-        return self.gradients()
-
-    both = backward
-
     def beside(self, micro: str) -> Gradients:
         other = type(self)(self.ctx, self.subject, Scene.of("even"))
         (self.loss(micro) + other.loss(micro)).backward()
@@ -228,60 +219,7 @@ class OnRank(Machine):
         self.finish_backward()
         return self.gradients() | {f"other {n}": g for n, g in other.gradients().items()}
 
-    def begun(self, micro: str) -> None:
-        self.loss(micro).backward()
-
-    def several(self, one: str, other: str) -> Gradients:
-        self.begun(one)
-        return self.backward(other)
-
-    def twice(self, micro: str) -> Gradients:
-        loss = self.loss(micro)
-        loss.backward(retain_graph=True)
-        loss.backward()
-        self.finish_backward()
-        return self.gradients()
-
-    def accumulate(self, micro: str) -> None:
-        with self.quietly():
-            self.loss(micro).backward()
-
-    locally = accumulate
-
     def local(self) -> Gradients:
-        return self.gradients()
-
-    def nested(self, one: str, other: str) -> None:
-        with self.quietly():
-            with contextlib.suppress(PlantedError), self.quietly():
-                self.loss(one).backward()
-                if int(one) % 2:
-                    raise PlantedError
-            self.loss(other).backward()
-
-    def prepared(self, one: str, other: str) -> None:
-        windows = [self.ctx.impl.no_sync(self.wrapped) for _ in range(2)]
-        for window, micro in zip(windows, (one, other), strict=True):
-            with window:
-                self.loss(micro).backward()
-
-    def leave(self) -> None:
-        with contextlib.suppress(PlantedError), self.quietly():
-            raise PlantedError
-
-    def forward(self, micro: str) -> None:
-        self.losses = self.loss(micro)
-
-    def pending(self) -> Gradients:
-        self.losses.backward()
-        self.losses = None
-        self.finish_backward()
-        return self.gradients()
-
-    resumed = pending
-
-    def finish(self) -> Gradients:
-        self.finish_backward()
         return self.gradients()
 
     def zero_grad(self, how: str) -> None:
@@ -311,10 +249,6 @@ class OnRank(Machine):
         found = self.evaluate(micro)
         self.wrapped.train(self.scene["mode"])
         return found
-
-    def aside(self, micro: str) -> Named:
-        with self.quietly():
-            return self.evaluate(micro)
 
     def infer(self, micro: str) -> Named:
         with torch.inference_mode():
