@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from spec_tests.programs.optimizers import FUSED, SGD, AsIs, Counting, Hooked, dealt, with_options
-from spec_tests.rig.outcomes import LEVELS
+from spec_tests.rig.outcomes import LEVELS, is_within
 from spec_tests.rig.toys import TOYS
 
 HALF, BRAIN, FLOAT, DOUBLE = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -46,7 +46,7 @@ class Word:
 
     def is_drawn_at(self, level: str) -> bool:
         """Return whether the generator has it at this level."""
-        return self.is_drawn and LEVELS.index(self.level) <= LEVELS.index(level)
+        return self.is_drawn and is_within(self.level, level)
 
 
 def toy(name: str, use: Sequence[str] = (), *, by_rank: bool = False, **word: Any) -> Word:

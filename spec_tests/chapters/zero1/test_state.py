@@ -19,7 +19,7 @@ from spec_tests.programs.calls import parsed
 from spec_tests.programs.law import judge_updates, same_as_alone
 from spec_tests.programs.laws import footprint
 from spec_tests.programs.scene import Scene
-from spec_tests.programs.stepped import Divided, Forgetful, Stepped
+from spec_tests.programs.stepped import FAULTS, Divided, Stepped
 from spec_tests.rig import judge
 from spec_tests.rig.clause import clauses
 from spec_tests.rig.judge.tolerance import rounding
@@ -221,12 +221,12 @@ def test_it_goes_on_from_the_unsharded_optimizers_state(world):
     ranks = world.run(goes_on, GROUPED, alone.saved)
 
     def forgotten():
-        own = Forgetful(Scene.of(GROUPED))
+        own = Stepped(Scene.of(GROUPED), "forgets")
         own.follow(parsed(HELD))
         own.saved = alone.saved
         return before + own.follow(parsed(GO_ON))
 
-    wrong = {"the state was not loaded: training goes on with what it held before": forgotten}
+    wrong = {FAULTS["forgets"]: forgotten}
     judge_updates([before + seen for seen in ranks], f"{GROUPED}: {begun}, {GO_ON}", wrong)
 
     counters = {counter for seen in world.run(loaded_counters) for counter in seen}

@@ -18,7 +18,7 @@ from spec_tests.programs.calls import VERBS, after, parsed, spelled
 from spec_tests.programs.faults import FAULTS
 from spec_tests.programs.pieces import Piece, put_together
 from spec_tests.programs.scene import AXES_OF, Scene
-from spec_tests.programs.stepped import Deaf
+from spec_tests.programs.stepped import Stepped
 from spec_tests.rig import strategies
 from spec_tests.rig.judge import Situation, Violation, judging, runner, violated
 from spec_tests.rig.ledger import load_all
@@ -111,8 +111,9 @@ def test_every_two_words_meet_in_a_row_and_programs_are_legal_and_use_every_verb
         assert len(rows) < 180
     # On four ranks every word exists.
     for row in rows + 2 * rows[:24]:  # those of a trainer more often: they are few
-        program = draw.programs(row, subject, size, "production", chance)
-        assert after(program, row, subject, size) is not None, law.written(row, program)
+        _, program, _ = law.legal(
+            draw.situation_in(row, subject, size, "production", chance), subject, size
+        )
         used |= {name for name, *_ in program}
     assert used == {name for name, verb in VERBS.items() if subject in verb.of and verb.often}
 
@@ -202,7 +203,9 @@ def test_a_seed_that_is_appended_is_read_again_if_it_is_legal(tmp_path):
     assert seeds.load(file) == (seed,)
     wrong = tmp_path / "wrong.toml"
     seeds.append(wrong, seeds.Seed("ddp", "mlp: accumulate 0, step", ""))
-    with pytest.raises(ValueError, match=r"entry 1: expected a situation that is legal for ddp"):
+    with pytest.raises(
+        ValueError, match=r"entry 1: .* is no situation of ddp on 2 ranks: call 2 is 'step'"
+    ):
         seeds.load(wrong)
 
 
@@ -248,7 +251,7 @@ def test_a_mistake_of_an_optimizer_or_a_trainer_has_its_name(fault, line, said):
 
     def judge() -> None:
         if fault == "deaf":
-            return law.judge_updates([Deaf(scene).follow(program)], line)
+            return law.judge_updates([Stepped(scene, fault).follow(program)], line)
         seen = trained.alone(scene, program, 1, 0, {}, fault)
         return trained.judge_trained([{"declares": {}, "seen": seen}], scene, program, line)
 
