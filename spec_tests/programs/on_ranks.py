@@ -25,6 +25,7 @@ from spec_tests.programs.alone import (
     next_buffer,
     one_of,
 )
+from spec_tests.programs.laws import compiled
 from spec_tests.programs.machine import Training
 from spec_tests.programs.outputs import OUTPUTS
 from spec_tests.programs.pieces import Piece, exact
@@ -41,14 +42,17 @@ class OnRank(Training):
     The loss of each micro-batch is the number of ranks times `sum_of_squares`, so that the mean
     over ranks is a sum of integers.
 
+    Args:
+        compiling: how it is compiled, see `laws.compiled.wrapped`.
+
     Attributes:
         module: the toy; `wrapped` is what the function under test made of it.
         held: the parameters that an optimizer is built over, in the order of `names`.
         records: the last forward without gradients has recorded a graph.
     """
 
-    def __init__(self, ctx: Context, subject: str, scene: Scene) -> None:
-        self.ctx, self.subject, self.scene = ctx, subject, scene
+    def __init__(self, ctx: Context, subject: str, scene: Scene | str, **compiling: Any) -> None:
+        self.ctx, self.subject, self.scene = ctx, subject, (scene := Scene.of(scene))
         self.toy = TOYS[scene["toy"][0]]
         plain = self._built()
         self.names = [name for name, _ in plain.named_parameters()]
@@ -60,14 +64,10 @@ class OnRank(Training):
         self.module = plain
         self._prepare()
         if scene.is_compiled:
-            torch._dynamo.reset()  # ranks are used again
-        if scene.word("entrance") == "compiled":
-            for part in leaves(plain):
-                part.compile(backend="aot_eager")
-        self.wrapped: Any = self.wrap()
-        self.called = self.wrapped
-        if scene.word("entrance") == "compiled-whole":
-            self.called = torch.compile(self.wrapped, backend="aot_eager")
+            is_whole = scene.word("entrance") == "compiled-whole"
+            compiling["how"] = "whole aot_eager" if is_whole else "before aot_eager"
+            compiling["parts"] = [name for name, _ in leaves_by_name(plain)]
+        self.wrapped, self.called = compiled.wrapped(plain, self.wrap, **compiling)
         self.hold()
         self.trained = [parameter.requires_grad for parameter in self.held]
         for part in (self.wrapped, self.module):

@@ -67,6 +67,7 @@ STEPPED = ("stack", "even", "mlp", "ragged", "tied", "conv", "strided", "gapped"
 ALL_USED = ("stack", "even", "mlp", "ragged", "conv", "strided", "narrow")
 WITH_BUFFERS = ("stack", "even", "mlp", "tied", "conv", "strided", "unused")
 COMPILED = ("even",)  # a compiler takes its time
+SMALL_BUCKET_MB = 32 * 4 / 2**20
 REACH = {HALF: 64, BRAIN: 8}
 """`Toy.reach` of the toy 'narrow' in dtypes of few bits."""
 
@@ -255,8 +256,9 @@ AXES: Mapping[str, Mapping[str, Word]] = {
     "micro-batches": {"of-one": Word(1), "of-two": Word(2), "of-three": Word(3)}
     | {"of-four": Word(4, is_drawn=False)},
     "clipping": {"unclipped": Word(), "clipped": Word(0.5), "hardly-clipped": Word(8.0)},
+    # So small that every toy needs several.
     "bucket": {
-        "small": Word(32 * 4 / 2**20),
+        "small": Word(SMALL_BUCKET_MB),
         "tiny": Word(4 / 2**20),
         "one": Word(1.0),
         "of-a-branch": Word(15 * 4 / 2**20),  # two branches have equal sizes, and can be mixed up
@@ -304,12 +306,14 @@ class Scene:
     words: tuple[str, ...] = _ORDINARY
 
     @classmethod
-    def of(cls, text: str = "") -> Scene:
+    def of(cls, text: str | Scene = "") -> Scene:
         """Return the scene with these words, and the ordinary word on every other axis.
 
         Raises:
             ValueError: A word belongs to no axis, or two words belong to one axis.
         """
+        if isinstance(text, Scene):
+            return text
         said: dict[str, str] = {}
         for word in text.split():
             axis = AXIS_OF.get(word)

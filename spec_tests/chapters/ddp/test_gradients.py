@@ -13,17 +13,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spec_tests.chapters.ddp.replica import DDP, SEED, SMALL_BUCKET_MB, Replica, wrap
+from spec_tests.programs.alone import SEED
 from spec_tests.programs.calls import parsed
 from spec_tests.programs.law import follow, judge_values, same_as_alone
 from spec_tests.programs.laws import equivalence, refusal
+from spec_tests.programs.scene import REPLICAS, SMALL_BUCKET_MB
+from spec_tests.programs.ways import Replicas, replicated
 from spec_tests.rig import judge, strategies
 from spec_tests.rig.clause import clauses, rows
 from spec_tests.rig.judge.oracle import parameters
 from spec_tests.rig.judge.symptoms import Hint
 from spec_tests.rig.toys import with_smallest_gradient
 
-clause = clauses(judges=DDP, level="correct", worlds=(2, 3))
+clause = clauses(judges=REPLICAS, level="correct", worlds=(2, 3))
 holds = rows(clause, same_as_alone)
 PAPER = "Li et al. 2020, section 3.2.1"
 
@@ -91,7 +93,7 @@ LARGE = 60000.0
 def mean_of_large_gradients(ctx, subject):
     """A mean gradient that float16 holds, of gradients whose sum it does not."""
     module = torch.nn.Linear(4, 3, bias=False).to(ctx.device, torch.float16)
-    wrapped = wrap(ctx, subject, module)
+    wrapped = replicated(ctx, subject, module)
     ones = torch.ones(1, 4, device=ctx.device, dtype=torch.float16)
     (wrapped(ones) * LARGE).sum().backward()
     ctx.impl.finish_gradient_synchronization(wrapped)
@@ -114,7 +116,7 @@ def test_a_mean_that_float16_holds_does_not_overflow_on_the_way(world, subject):
 
 def weights_around_backward(ctx, subject):
     """Weights before and after a synchronised backward, made different on each rank."""
-    replica = Replica(ctx, subject, "mlp not-the-ends")
+    replica = Replicas(ctx, subject, "mlp not-the-ends")
     with torch.no_grad():
         for parameter in replica.plain:
             parameter.add_(ctx.rank)  # the mean of equal weights would change nothing
@@ -159,7 +161,7 @@ ORDINARY = "mlp: backward 0"
 
 def late_peer(ctx, subject):
     """Rank 0's gradients right after its finish, while the last rank is late in every layer."""
-    replica = Replica(ctx, subject, "mlp")
+    replica = Replicas(ctx, subject, "mlp")
     if ctx.rank == ctx.world_size - 1:
         for parameter in replica.plain:
             parameter.register_hook(lambda gradient: ctx.be_late(0.04))
@@ -204,7 +206,7 @@ test_two_forwards_one_backward = holds(
 
 def beside_unused(ctx, subject, bucket_size_mb):
     """Gradients of the second step, and what it raised once its forward had returned."""
-    replica = Replica(ctx, subject, "unused", bucket_size_mb=bucket_size_mb)
+    replica = Replicas(ctx, subject, "unused", bucket_size_mb=bucket_size_mb)
     replica.follow(parsed("backward 0, zero_grad none, forward 1"))
     with refusal.caught() as late:
         replica.pending()
@@ -246,7 +248,7 @@ test_unused_somewhere = holds(
 
 def nothing_used(ctx, subject, case):
     """Two steps in which the last rank's loss touches no parameter at all."""
-    replica = Replica(ctx, subject, "mlp")
+    replica = Replicas(ctx, subject, "mlp")
     for micro in "01":
         replica.zero_grad("none")
         loss = replica.loss(micro)
@@ -301,7 +303,7 @@ test_rank_dependent_order = holds(
 
 def scaled_loss(ctx, subject, seed, exponent):
     """Gradients of a loss times a power of two, on real-valued float32 data."""
-    replica = Replica(ctx, subject, "mlp")
+    replica = Replicas(ctx, subject, "mlp")
     batch = torch.randn(4, 6, generator=torch.Generator().manual_seed(seed + ctx.rank))
     (replica.wrapped(batch.to(ctx.device)).square().sum() * 2.0**exponent).backward()
     replica.finish_backward()
