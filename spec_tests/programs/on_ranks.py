@@ -213,7 +213,7 @@ class OnRank(Training):
         return len(self.peers) * sum(sum_of_squares(self.output(micro)) for micro in micros)
 
     def beside(self, micro: str) -> Gradients:
-        other = type(self)(self.ctx, self.subject, Scene.of("even"))
+        other = type(self)(self.ctx, self.subject, "even")
         (self.loss(micro) + other.loss(micro)).backward()
         other.finish_backward()
         self.finish_backward()
@@ -320,7 +320,7 @@ class OnRank(Training):
 
     def another_lives(self) -> None:
         """Another model is wrapped, trained for a step and dropped."""
-        other = type(self)(self.ctx, self.subject, Scene.of("even"))
+        other = type(self)(self.ctx, self.subject, "even")
         other.backward("3")
         other.step()
 

@@ -135,8 +135,7 @@ class OneProcess:
         position: int,
         declares: dict[str, Any],
         fault: str,
-        *,
-        plus: int = 0,
+        plus: int,
     ) -> None:
         self.size, self.position, self.declares, self.fault = size, position, declares, fault
         self.accumulation, self.max_norm = scene["micro-batches"], scene["clipping"]

@@ -45,8 +45,8 @@ class Stepped(Machine):
 
     copies: Sequence[torch.Tensor] = ()
 
-    def __init__(self, scene: Scene, fault: str = "") -> None:
-        self.scene, self.fault = scene, fault
+    def __init__(self, scene: Scene | str, fault: str = "") -> None:
+        self.scene, self.fault = (scene := Scene.of(scene)), fault
         module = TOYS[scene["toy"][0]].build(SEED).to(scene.weights)
         self.parameters = dict(module.named_parameters())
         held = self.held = list(self.parameters.values())
@@ -157,9 +157,8 @@ class Stepped(Machine):
 class Divided(Stepped):
     """The same with the implementation's sharded optimizer, on a rank."""
 
-    def __init__(self, ctx: Context, scene: Scene) -> None:
-        self.ctx = ctx
-        groups = scene["group"]
+    def __init__(self, ctx: Context, scene: Scene | str) -> None:
+        self.ctx, groups = ctx, Scene.of(scene)["group"]
         self.group = ctx.split(groups) if groups else None
         super().__init__(scene)
 
@@ -172,6 +171,6 @@ class Divided(Stepped):
 
     def another_lives(self) -> None:
         """Another model gets a sharded optimizer, is trained for a step and dropped."""
-        other = Divided(self.ctx, Scene.of("mlp adam"))
+        other = Divided(self.ctx, "mlp adam")
         other.deal("3", "all")
         other.update()

@@ -22,7 +22,6 @@ from spec_tests.programs.laws import refusal, traffic
 from spec_tests.programs.laws.traffic import REDUCTIONS
 from spec_tests.programs.on_ranks import OnRank
 from spec_tests.programs.pieces import put_together
-from spec_tests.programs.scene import Scene
 from spec_tests.programs.units import units_of as units_of
 from spec_tests.programs.ways import WAYS
 from spec_tests.rig import judge
@@ -111,7 +110,7 @@ def full_parameters(ctx: Context, model: nn.Module, names: Sequence[str]) -> Nam
 
 def on_rank(ctx: Context, subject: str, scene: str) -> OnRank:
     """A toy in a scene, sharded on this rank, with optimizers over its parameters."""
-    return WAYS[subject](ctx, subject, Scene.of(scene))
+    return WAYS[subject](ctx, subject, scene)
 
 
 def gradients_as_after(

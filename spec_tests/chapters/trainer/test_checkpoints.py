@@ -13,7 +13,6 @@ from spec_tests.programs import trained
 from spec_tests.programs.calls import parsed
 from spec_tests.programs.law import same_as_alone
 from spec_tests.programs.laws import refusal
-from spec_tests.programs.one_trainer import OneProcess
 from spec_tests.programs.scene import TRAINERS, Scene
 from spec_tests.programs.trained import OnRank
 from spec_tests.rig import judge
@@ -111,11 +110,10 @@ def test_a_checkpoint_loads_at_another_size(world, subject):
         return
     expected = []
     for rank in range(world.size):
-        one = OneProcess(saved, world.size, 0, ranks[0]["declares"], "")
-        run = trained.Run(one, saved, one.module, range(world.size), rank)
+        run = trained.one_process(saved, world.size, rank, ranks[0]["declares"])
         run.follow(parsed("train 1, train 2"))
         run.ranks = loaded.peers(world.size, rank)
-        one.size = len(run.ranks)
+        run.trainer.size = len(run.ranks)
         expected.append(run.follow(parsed("train 3, train 4")))
     for number in range(2):
         judge.tensors(

@@ -18,7 +18,6 @@ from spec_tests.chapters.zero1.runs import DEPTH, TOY, state_bytes, steps, wide
 from spec_tests.programs.calls import parsed
 from spec_tests.programs.law import judge_updates, same_as_alone
 from spec_tests.programs.laws import footprint
-from spec_tests.programs.scene import Scene
 from spec_tests.programs.stepped import FAULTS, Divided, Stepped
 from spec_tests.rig import judge
 from spec_tests.rig.clause import clauses
@@ -122,14 +121,14 @@ SCHEDULED = f"{steps(1, 2, 3)}, rate 0.5"
 
 def state_alone(scene):
     """The state dict of the plain optimizer after three steps."""
-    stepped = Stepped(Scene.of(scene))
+    stepped = Stepped(scene)
     stepped.follow(parsed(SCHEDULED))
     return stepped.state()
 
 
 def full_state(ctx, scene):
     """What `full_optimizer_state` gives after three steps, flat; and of which groups."""
-    stepped = Divided(ctx, Scene.of(scene))
+    stepped = Divided(ctx, scene)
     stepped.follow(parsed(SCHEDULED))
     return described(stepped.state())
 
@@ -188,7 +187,7 @@ HELD = steps(5)
 
 def goes_on(ctx, scene, saved):
     """Weights of a run that goes on from what was saved; what it held before must not matter."""
-    stepped = Divided(ctx, Scene.of(scene))
+    stepped = Divided(ctx, scene)
     stepped.follow(parsed(HELD))
     stepped.saved = saved
     return stepped.follow(parsed(GO_ON))
@@ -216,12 +215,12 @@ def test_it_goes_on_from_the_unsharded_optimizers_state(world):
     options take effect at the first step; what the optimizer held before is gone.
     """
     begun = f"rate 0.5, {BEGUN}"
-    alone = Stepped(Scene.of(GROUPED))
+    alone = Stepped(GROUPED)
     before = alone.follow(parsed(begun))
     ranks = world.run(goes_on, GROUPED, alone.saved)
 
     def forgotten():
-        own = Stepped(Scene.of(GROUPED), "forgets")
+        own = Stepped(GROUPED, "forgets")
         own.follow(parsed(HELD))
         own.saved = alone.saved
         return before + own.follow(parsed(GO_ON))
@@ -250,7 +249,7 @@ def test_a_loaded_state_is_divided_as_well(world):
 
 def round_trip(ctx, scene):
     """Weights of a run that goes on in a new optimizer from the full state of the first."""
-    first, second = (Divided(ctx, Scene.of(scene)) for _ in range(2))
+    first, second = (Divided(ctx, scene) for _ in range(2))
     before = first.follow(parsed(BEGUN))
     second.saved = first.saved
     return before + second.follow(parsed(GO_ON))
@@ -265,7 +264,7 @@ def test_its_own_full_state_loads(world):
 
 def own_state_dict(ctx, scene):
     """`state_dict()` without any consolidation: tensors by name, or the error."""
-    stepped = Divided(ctx, Scene.of(scene))
+    stepped = Divided(ctx, scene)
     stepped.follow(parsed(steps(1, 2, 3)))
     state_dict = stepped.optimizer.state_dict
     try:

@@ -252,7 +252,7 @@ def test_a_mistake_of_an_optimizer_or_a_trainer_has_its_name(fault, line, said):
     def judge() -> None:
         if fault == "deaf":
             return law.judge_updates([Stepped(scene, fault).follow(program)], line)
-        seen = trained.alone(scene, program, 1, 0, {}, fault)
+        seen = trained.one_process(scene, 1, 0, {}, fault).follow(program)
         return trained.judge_trained([{"declares": {}, "seen": seen}], scene, program, line)
 
     with judging(Situation()), pytest.raises(Violation, match=said):
