@@ -270,12 +270,14 @@ VERBS: dict[str, Verb] = {
 """Every call."""
 
 
-def parsed(text: str) -> Program:
-    """Return the calls of a text.
+def parsed(text: str | Program) -> Program:
+    """Return the calls of a text; a program is one already.
 
     Raises:
         ValueError: A call is no verb, or has other words than its verb takes.
     """
+    if not isinstance(text, str):
+        return text
     program = tuple(tuple(call.split()) for call in text.split(",") if call.strip())
     for name, *words in program:
         if name not in VERBS:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from spec_tests.programs.calls import Program
+from spec_tests.programs.calls import Program, parsed
 from spec_tests.programs.planted import PlantedError
 from spec_tests.rig.judge.oracle import Gradients, Named
 
@@ -36,11 +36,11 @@ class Machine:
     held: Any
 
     def follow(
-        self, program: Program, watching: Watching = contextlib.nullcontext
+        self, program: Program | str, watching: Watching = contextlib.nullcontext
     ) -> list[tuple[str, Any]]:
         """Return what each call shows; each is watched from its beginning to its end."""
         seen = []
-        for name, *words in program:
+        for name, *words in parsed(program):
             with watching(name):
                 found = getattr(self, name)(*words)
             self.before = (name, *words)

@@ -259,7 +259,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def follow(
-    ctx: Context, subject: str, scene: Scene, program: Program, folder: str = "", **options: Any
+    ctx: Context, subject: str, scene: Scene, program: Any, folder: str = "", **options: Any
 ) -> dict[str, Any]:
     """Return what each call shows, and what the trainer declares (rank body).
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from spec_tests.programs.alone import SEED, shape_of
-from spec_tests.programs.calls import Program
+from spec_tests.programs.calls import Program, parsed
 from spec_tests.programs.machine import Watching
 from spec_tests.programs.on_ranks import OnRank
 from spec_tests.programs.pieces import exact
@@ -121,8 +121,8 @@ class Whole(OnRank):
         names = enumerate(self.names)
         return [n for n, name in names if name in after and (after[name] != before[name]).any()]
 
-    def follow(self, program: Program, watching: Watching = contextlib.nullcontext) -> Any:
-        numbered = [c for c in program if c[0] in NUMBERED or c[1:] == ("one-parameter",)]
+    def follow(self, program: Program | str, watching: Watching = contextlib.nullcontext) -> Any:
+        numbered = [c for c in parsed(program) if c[0] in NUMBERED or c[1:] == ("one-parameter",)]
         if self.packs and (numbered or self.optimizers[1:]):
             raise NotOfferedError("not offered: a parameter for each of the plain model's")
         return super().follow(program, watching)

@@ -14,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spec_tests.programs.alone import SEED
-from spec_tests.programs.calls import parsed
 from spec_tests.programs.law import follow, judge_values, same_as_alone
 from spec_tests.programs.laws import equivalence, refusal
 from spec_tests.programs.scene import REPLICAS, SMALL_BUCKET_MB
@@ -165,7 +164,7 @@ def late_peer(ctx, subject):
     if ctx.rank == ctx.world_size - 1:
         for parameter in replica.plain:
             parameter.register_hook(lambda gradient: ctx.be_late(0.04))
-    return replica.follow(parsed("backward 0"))
+    return replica.follow("backward 0")
 
 
 @clause(
@@ -207,7 +206,7 @@ test_two_forwards_one_backward = holds(
 def beside_unused(ctx, subject, bucket_size_mb):
     """Gradients of the second step, and what it raised once its forward had returned."""
     replica = Replicas(ctx, subject, "unused", bucket_size_mb=bucket_size_mb)
-    replica.follow(parsed("backward 0, zero_grad none, forward 1"))
+    replica.follow("backward 0, zero_grad none, forward 1")
     with refusal.caught() as late:
         replica.pending()
     return [("backward 1", replica.gradients())], late["error"]

@@ -7,7 +7,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spec_tests.programs.calls import parsed
 from spec_tests.programs.law import judge_values, same_as_alone
 from spec_tests.programs.laws import additions, agreement, equivalence, footprint
 from spec_tests.programs.ways import Replicas, replicated
@@ -108,7 +107,7 @@ def interleaved(ctx, subject):
     for micro in "01":
         for call in ("zero_grad none", f"forward {micro}"):
             for replica in replicas:
-                replica.follow(parsed(call))
+                replica.follow(call)
         for replica in replicas:
             replica.losses.backward()
         for replica in replicas:
@@ -273,7 +272,7 @@ test_models_made_and_dropped = holds(
 
 def traceless(ctx, subject):
     """Two steps, and nothing kept."""
-    Replicas(ctx, subject, "normalised").follow(parsed("backward 0, zero_grad none, backward 1"))
+    Replicas(ctx, subject, "normalised").follow("backward 0, zero_grad none, backward 1")
 
 
 @clause(

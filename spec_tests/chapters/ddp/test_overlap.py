@@ -11,7 +11,6 @@ import time
 
 import torch
 
-from spec_tests.programs.calls import parsed
 from spec_tests.programs.laws import traffic
 from spec_tests.programs.ways import Replicas, replicated
 from spec_tests.rig import judge
@@ -71,7 +70,7 @@ def run_ahead(ctx, subject):
     The last rank waits, in front of its first gradient, for a sign that rank 0 gives at its last.
     """
     replica = Replicas(ctx, subject, "mlp", bucket_size_mb=1e-6)
-    replica.follow(parsed("backward 0, zero_grad none, backward 1"))
+    replica.follow("backward 0, zero_grad none, backward 1")
     ahead = ctx.scratch / f"ahead-{subject}"
     if ctx.rank == 0:
         ahead.unlink(missing_ok=True)
@@ -97,7 +96,7 @@ def run_ahead(ctx, subject):
             seen.append(ahead.exists())
 
         replica.plain[-1].register_hook(wait)
-    replica.follow(parsed("zero_grad none, backward 2"))
+    replica.follow("zero_grad none, backward 2")
     return seen
 
 

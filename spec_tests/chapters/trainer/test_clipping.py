@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import nn
 
-from spec_tests.programs.calls import parsed
 from spec_tests.programs.law import same_as_alone
 from spec_tests.programs.laws import refusal
 from spec_tests.programs.scene import TRAINERS, Scene
@@ -148,9 +147,9 @@ test_rate_every_group = holds(
 
 def in_bfloat16(world, subject, words, program):
     """What calls show on each rank in bfloat16, and what they show in one process in float32."""
-    scene, calls = Scene.of(words), parsed(program)
-    ranks = world.run(follow, subject, scene, calls, dtype=torch.bfloat16)
-    expected = one_process(scene, world.size, 0, ranks[0]["declares"]).follow(calls)
+    scene = Scene.of(words)
+    ranks = world.run(follow, subject, scene, program, dtype=torch.bfloat16)
+    expected = one_process(scene, world.size, 0, ranks[0]["declares"]).follow(program)
     return [[found for _, found in each] for each in (*(r["seen"] for r in ranks), expected)]
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import torch
 
-from spec_tests.programs.calls import parsed
 from spec_tests.programs.law import same_as_alone
 from spec_tests.programs.one_trainer import loss
 from spec_tests.programs.scene import TRAINERS, Scene
@@ -65,7 +64,7 @@ def followed(ctx, subject, scene, program):
 @clause("trainer.step.equal-runs-equal-bits", source="contract: equal-ranks, equal-runs")
 def test_equal_runs_give_equal_bits(world, subject):
     """All ranks MUST hold the same bits after every step, and a second equal run the same again."""
-    asked = (followed, subject, "mlp adamw of-two", parsed(THREE))
+    asked = (followed, subject, "mlp adamw of-two", THREE)
     first, second = world.run(*asked), world.run(*asked)
 
     judge.same_on_all_ranks(first, quantity="weight")

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 
 from spec_tests.chapters.zero1.runs import OPTIMIZERS, TOY, TWO, steps
-from spec_tests.programs.calls import parsed
 from spec_tests.programs.law import judge_updates, same_as_alone, situations
 from spec_tests.programs.laws import refusal
 from spec_tests.programs.stepped import Divided, Stepped
@@ -136,9 +135,9 @@ def alternating(ctx, scenes):
     """Weights of several optimizers, whose steps alternate."""
     runs = [Divided(ctx, scene) for scene in scenes]
     seen: list[list[Any]] = [[] for _ in runs]
-    for deal in parsed(FOUR)[::2]:
+    for number in range(1, 5):
         for found, run in zip(seen, runs, strict=True):
-            found += run.follow((deal, ("update",)))
+            found += run.follow(steps(number))
     return seen
 
 

@@ -63,7 +63,7 @@ def gradients(make: Callable[..., Any], how: str) -> tuple[Any, Any, int]:
     found = []
     for each in ("", how):
         rank = make(how=each)
-        rank.follow(tuple(tuple(call.split()) for call in CALLS.split(", ")))
+        rank.follow(CALLS)
         shown = ((name, p.grad) for name, p in rank.named())
         found.append(
             {n: g if g is None else getattr(g, "full_tensor", g.clone)() for n, g in shown}
