@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 
 from spec_tests.programs.alone import SEED
 from spec_tests.programs.law import follow, judge_values, same_as_alone
-from spec_tests.programs.laws import equivalence, refusal
+from spec_tests.programs.laws import refusal
 from spec_tests.programs.scene import REPLICAS, SMALL_BUCKET_MB
 from spec_tests.programs.ways import Replicas, replicated
 from spec_tests.rig import judge, strategies
 from spec_tests.rig.clause import clauses, rows
-from spec_tests.rig.judge.oracle import parameters
+from spec_tests.rig.judge import oracle
 from spec_tests.rig.judge.symptoms import Hint
-from spec_tests.rig.toys import with_smallest_gradient
+from spec_tests.rig.toys import TOYS, with_smallest_gradient
 
 clause = clauses(judges=REPLICAS, level="correct", worlds=(2, 3))
 holds = rows(clause, same_as_alone)
@@ -276,10 +276,10 @@ def test_a_rank_whose_loss_touches_nothing_hangs_nobody(world, subject, case):
     ranks = refusal.answer_or_refusal(world, nothing_used, subject, case, ordinary=ordinary)
 
     if ranks is not None:
-        others = range(world.size - 1)
-        expected = equivalence.full_batch_gradients("mlp", SEED, ranks=others, micros=(1,))
+        others = [TOYS["mlp"].batch(SEED, rank=rank, micro=1) for rank in range(world.size - 1)]
+        expected = oracle.gradients("mlp", SEED, others)
         if case != "usual":
-            expected = {name: torch.zeros_like(p) for name, p in parameters("mlp", SEED).items()}
+            expected = {name: torch.zeros_like(g) for name, g in expected.items()}
         judge.tensors(
             ranks, expected, quantity="mean gradient", given="the last rank uses no parameter"
         )
@@ -325,7 +325,7 @@ def test_a_power_of_two_on_the_loss_scales_the_gradients_exactly(world, subject,
 
     judge.tensors(
         scaled,
-        [equivalence.scaled(rank, 2.0**exponent) for rank in plain],
+        [{n: g if g is None else 2.0**exponent * g for n, g in rank.items()} for rank in plain],
         quantity=f"gradient times 2**{exponent}",
         given=f"float32, seed {seed}",
     )

@@ -1,7 +1,4 @@
-"""Equivalence: many ranks, each with a part of the batch, do what one process does with all of it.
-
-For bodies of which a clause needs more than a situation says, and for weights after training.
-"""
+"""Equivalence: ranks that each train on a part of the batch get the weights of one process."""
 
 from __future__ import annotations
 
@@ -15,21 +12,6 @@ from spec_tests.rig.judge import oracle
 from spec_tests.rig.judge.symptoms import Hint
 from spec_tests.rig.judge.tolerance import Tolerance
 from spec_tests.rig.toys import TOYS
-
-
-def full_batch_gradients(
-    toy: str, seed: int, *, ranks: Sequence[int], micros: Sequence[int] = (0,)
-) -> oracle.Gradients:
-    """Gradients of the summed loss over the micro-batches of all `ranks`, in one process."""
-    places = [(rank, micro) for rank in ranks for micro in micros]
-    return oracle.gradients(
-        toy, seed, [TOYS[toy].batch(seed, rank=rank, micro=micro) for rank, micro in places]
-    )
-
-
-def scaled(gradients: oracle.Gradients, factor: float) -> oracle.Gradients:
-    """Every gradient times `factor`."""
-    return {name: None if g is None else g * factor for name, g in gradients.items()}
 
 
 def trained_weights(
