@@ -211,8 +211,7 @@ def judge_part(world: World, subject: str, level: str, part: int, *, looks: bool
         looks: let observers judge as well.
     """
     __tracebackhide__ = True
-    entries = declared.of(world.target)
-    is_avoided = declared.avoided(entries, subject)
+    is_avoided = declared.avoided(world.target, subject)
     lines = [
         seed.line
         for seed in (seeds.load() if part == 0 else ())
@@ -277,7 +276,7 @@ def _smallest(
         judged,
         subject=subject,
         size=world.size,
-        is_avoided=declared.avoided(declared.of(world.target), subject),
+        is_avoided=declared.avoided(world.target, subject),
         tries=60,
         costly=2,
     )
@@ -294,7 +293,7 @@ def judge_rows(world: World, subject: str, level: str, part: int, texts: Sequenc
         texts: programs, which the rows take in turn.
     """
     __tracebackhide__ = True
-    is_avoided = declared.avoided(declared.of(world.target), subject)
+    is_avoided = declared.avoided(world.target, subject)
     rows = [row for row in covering(subject, world.size, level) if not row.exists(subject, 2)]
     lines = []
     for number in range(part, len(rows), PARTS):

@@ -39,15 +39,13 @@ class Exploration:
     """What was tried and found.
 
     Args:
-        impl: the implementation as `--impl` takes it.
+        impl: the implementation as `--impl` takes it; nothing is shrunk to what it declares.
         level: the level of the contract up to which situations are drawn.
-        entries: deviations that the implementation declares; nothing is shrunk to one of them.
     """
 
     impl: target.Target
     worlds: Worlds
     level: str
-    entries: Sequence[declared.Declared] = ()
     tried: int = 0
     causes: set[str] = field(default_factory=set)
 
@@ -75,7 +73,7 @@ class Exploration:
             lambda line: self.failure(replace(drawn, line=line)),
             subject=drawn.judges,
             size=drawn.size,
-            is_avoided=declared.avoided(self.entries, drawn.judges),
+            is_avoided=declared.avoided(self.impl, drawn.judges),
         )
         self.causes.add(cause_of(shown))
         print(
@@ -96,7 +94,7 @@ def situations(
     level: str,
     only: str,
     seed: int,
-    entries: Sequence[declared.Declared],
+    impl: target.Target,
 ) -> Iterator[Seed]:
     """Yield situations without end: for each function and size rows of covering arrays.
 
@@ -104,7 +102,7 @@ def situations(
         only: words that each scene has.
     """
     chance = random.Random(seed)
-    avoid = {subject: declared.avoided(entries, subject) for subject in subjects}
+    avoid = {subject: declared.avoided(impl, subject) for subject in subjects}
     while True:
         arrays = []
         for subject, size in itertools.product(subjects, sizes):
@@ -135,7 +133,6 @@ def main(argv: Sequence[str]) -> int:
     try:
         impl = impls.parse(arguments.impl)
         sizes = [int(size) for size in arguments.worlds.split(",")]
-        entries = declared.of(impl)
         listed = seeds.load(arguments.seeds) if arguments.seeds else ()
         if arguments.line:
             law.read(arguments.line)
@@ -150,7 +147,7 @@ def main(argv: Sequence[str]) -> int:
         if not subjects:
             print(f"explore: {impl.name} offers none of {', '.join(AXES_OF)}", file=sys.stderr)
             return 2
-        exploration = Exploration(impl, worlds, arguments.level, entries)
+        exploration = Exploration(impl, worlds, arguments.level)
         if arguments.line:
             asked = [Seed(s, arguments.line, FOUND, size) for s in subjects for size in sizes]
             try:
@@ -163,7 +160,7 @@ def main(argv: Sequence[str]) -> int:
         else:
             known = [seed for seed in listed if seed.judges in subjects]
             more = situations(
-                subjects, sizes, arguments.level, arguments.only, arguments.seed, entries
+                subjects, sizes, arguments.level, arguments.only, arguments.seed, impl
             )
             drawn = itertools.chain(known, more)
         _run(exploration, drawn, arguments)

@@ -82,14 +82,14 @@ def _situations(subjects: Sequence[str], root: str) -> Iterator[tuple[str, str, 
 
     Those are left out that the unchanged implementation does not promise, or declares.
     """
-    entries, levels = declared.of(parse(ROOTS[root])), LEVELS[1 : 2 + (root != "spec_tests")]
+    target, levels = parse(ROOTS[root]), LEVELS[1 : 2 + (root != "spec_tests")]
     for subject in subjects:
-        is_avoided = declared.avoided(entries, subject)
+        is_avoided = declared.avoided(target, subject)
         for seed in seeds.load():
             if seed.judges == subject and seed.level in levels and not is_avoided(seed.line):
                 yield "seed", subject, seed.size, seed.level, seed.line
     for level, subject in itertools.product(levels, subjects):
-        is_avoided = declared.avoided(entries, subject)
+        is_avoided = declared.avoided(target, subject)
         for size in (2, 3):
             for number, row in enumerate(draw.covering(subject, size, level)[::2]):
                 chance = random.Random(f"{subject} {size} {level} {number}")

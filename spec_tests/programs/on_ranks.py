@@ -66,7 +66,7 @@ class OnRank(Training):
         if scene.is_compiled:
             is_whole = scene.word("entrance") == "compiled-whole"
             compiling["how"] = "whole aot_eager" if is_whole else "before aot_eager"
-            compiling["parts"] = [name for name, _ in leaves_by_name(plain)]
+            compiling["parts"] = [*leaves(plain)]
         self.wrapped, self.called = compiled.wrapped(plain, self.wrap, **compiling)
         self.hold()
         self.trained = [parameter.requires_grad for parameter in self.held]
@@ -86,11 +86,11 @@ class OnRank(Training):
         inner = self._buffered() if self.scene["buffers"] else self.module.forward
         self.module.forward = lambda *args, **kw: give(inner(*args, **kw))
         if self.scene.word("entrance") == "recomputed":
-            for part in leaves(self.module):
+            for part in leaves(self.module).values():
                 part.forward = _recomputing(part.forward)  # type: ignore[method-assign]  # of one object
         if self.scene.word("entrance") in ("called-again", "called-again-reentrant"):
             is_reentrant = self.scene.word("entrance") == "called-again-reentrant"
-            for part in leaves(self.module):
+            for part in leaves(self.module).values():
                 part.__class__ = _called_again(type(part), is_reentrant)  # type: ignore[arg-type]  # hashable
 
     def _buffered(self) -> Callable[..., torch.Tensor]:
@@ -260,7 +260,7 @@ class OnRank(Training):
         return {"output": exact(self.output(micro))}
 
     def fails(self, micro: str, layer: str) -> None:
-        called = [part for name, part in leaves_by_name(self.module) if "unused" not in name]
+        called = [part for name, part in leaves(self.module).items() if "unused" not in name]
         with failing(chosen(called or [self.module], layer)):
             self.loss(micro)
 
@@ -271,7 +271,7 @@ class OnRank(Training):
         outputs: list[torch.Tensor] = []
         handles = [
             part.register_forward_hook(lambda part, args, y: outputs.append(y))
-            for part in leaves(self.module)
+            for part in leaves(self.module).values()
         ]
         loss = self.loss(micro)
         for handle in handles:
@@ -340,14 +340,9 @@ def copy_of(tensor: Any) -> Any:
     return Piece.of(tensor) if hasattr(tensor, "placements") else exact(tensor)
 
 
-def leaves_by_name(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return the modules that have no children, below the module."""
-    return [(n, part) for n, part in module.named_modules() if n and not [*part.children()]]
-
-
-def leaves(module: nn.Module) -> list[nn.Module]:
-    """Return the same without their names."""
-    return [part for _, part in leaves_by_name(module)]
+def leaves(module: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules that have no children, below the module, by name."""
+    return {n: part for n, part in module.named_modules() if n and not [*part.children()]}
 
 
 @cache
