@@ -245,13 +245,6 @@ class Alone(Training):
     def fails_backward(self, micro: str, layer: str) -> None:
         self.loss(micro)  # its forward changes buffers
 
-    def step(self) -> Named:
-        return self._step(lambda number: True)
-
-    def step_one(self, which: str) -> Named:
-        _, optimizers = self.scene["optimizer"]
-        return self._step(lambda number: (number % optimizers == 0) is (which == "first"))
-
     def _step(self, updates: Callable[[int], bool]) -> Named:
         self._turn(lambda n, p: p.requires_grad and updates(n) and self.fault.updates(n))
         self.shares = []

@@ -17,11 +17,12 @@ from functools import cache
 from typing import Any
 
 from spec_tests.programs import declared, law, seeds, shrink
-from spec_tests.programs.calls import VERBS, Call, Program, State, after, next_state, parsed
+from spec_tests.programs.calls import VERBS, Call, State, after, next_state, parsed
 from spec_tests.programs.scene import (
     AXES,
     AXES_OF,
     AXIS_OF,
+    MODELS,
     OPTIMIZER,
     STEPPED,
     TRAINERS,
@@ -38,18 +39,12 @@ from spec_tests.rig.ranks.world import World
 LONGEST = 24
 """Calls in a drawn program: three that must meet in order rarely do so in a short one."""
 
-CLOSING: Program = (
-    ("zero_grad", "none"),
-    ("backward", "90"),
-    ("step",),
-    ("evaluate", "91"),
-    ("backward", "92"),
+CLOSING = (
+    dict.fromkeys(MODELS, "zero_grad none, backward 90, step, evaluate 91, backward 92")
+    | dict.fromkeys(OPTIMIZER, "deal 90 all, update, deal 91 all, update")
+    | dict.fromkeys(TRAINERS, "train 90, evaluate 91, train 92")
 )
 """What shows in the end what a program has left behind."""
-CLOSING_STEPS: Program = (("deal", "90", "all"), ("update",), ("deal", "91", "all"), ("update",))
-"""The same of an optimizer."""
-CLOSING_TRAINING: Program = (("train", "90"), ("evaluate", "91"), ("train", "92"))
-"""The same of a trainer."""
 
 PARTS = 4
 """Cases of a clause at a world size; they share every second or fourth row of a covering array."""
@@ -165,12 +160,9 @@ def situation_in(
         if found:
             call, state = chance.choice(found)
             calls.append(call)
-    closing = CLOSING
-    if subject in OPTIMIZER + TRAINERS:
-        closing = CLOSING_STEPS if subject in OPTIMIZER else CLOSING_TRAINING
-    pending: Program = (("pending",),) if state.waits else ()
+    closing, pending = parsed(CLOSING[subject]), parsed("pending" if state.waits else "")
     if state.is_left and level == LEVELS[-1]:
-        pending = (("zero_grad", "none"), ("resumed",))
+        pending = parsed("zero_grad none, resumed")
     for program in ((*calls * times, *pending, *closing), (*calls, *pending, *closing), closing):
         line = law.written(scene, program)
         if after(program, scene, subject, size) and not is_avoided(line):

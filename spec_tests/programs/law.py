@@ -223,14 +223,11 @@ def judge_values(ranks: Sequence[Any], subject: str, situation: str) -> None:
     absent_is_zero = subject == "fsdp" or ("zero_grad", "zero") in program
 
     def world_of(fault: str = "") -> list[Any]:
-        def compute() -> list[Any]:
-            given = (FAULTS[fault] if fault else RIGHT,)
-            return [
-                Alone(scene, size, rank, *given, is_replicated=is_replicated).follow(program)
-                for rank in range(size)
-            ]
-
-        return once(("situation", situation, size, is_replicated, fault), compute)
+        given = FAULTS[fault] if fault else RIGHT, is_replicated
+        return once(
+            ("situation", situation, size, is_replicated, fault),
+            lambda: [Alone(scene, size, n, *given).follow(program) for n in range(size)],
+        )
 
     def at(number: int, fault: str = "") -> list[Any]:
         return [comparable(rank[number][1]) for rank in world_of(fault)]

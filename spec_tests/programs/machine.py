@@ -16,6 +16,7 @@ from torch import nn
 
 from spec_tests.programs.calls import Program, parsed
 from spec_tests.programs.planted import PlantedError
+from spec_tests.programs.scene import Scene
 from spec_tests.rig.judge.oracle import Gradients, Named
 
 Watching = Callable[[str], AbstractContextManager[Any]]
@@ -78,14 +79,17 @@ class Training(Machine):
         finish_backward: ends a backward.
         gradients: returns them, by the plain model's names.
         evaluate: returns the output for a micro-batch, by its name.
+        _step: updates parameters, those whose numbers it is told, and returns all weights.
         losses: the loss whose backward is a later call.
     """
 
     loss: Callable[..., Any]
     quietly: Callable[[], AbstractContextManager[Any]]
-    finish_backward: Callable[[], None] = Machine.nothing
+    finish_backward: Callable[..., None] = Machine.nothing
     gradients: Callable[[], Gradients]
     evaluate: Callable[[str], Named]
+    scene: Scene
+    _step: Callable[[Callable[[int], bool]], Named]
     losses: Any = None
 
     def backward(self, *micros: str) -> Gradients:
@@ -148,3 +152,10 @@ class Training(Machine):
     def finish(self) -> Gradients:
         self.finish_backward()
         return self.gradients()
+
+    def step(self) -> Named:
+        return self._step(lambda number: True)
+
+    def step_one(self, which: str) -> Named:
+        _, optimizers = self.scene["optimizer"]
+        return self._step(lambda number: (number % optimizers == 0) is (which == "first"))

@@ -167,26 +167,14 @@ class OnRank(Training):
             for part in (self.held[n::number] for n in range(number))
         ]
 
-    def step(self) -> Named:
-        """Turn the sign of every trained weight, through the optimizers."""
-        return self._step(self.held, self.optimizers)
-
-    def step_one(self, which: str) -> Named:
-        """The same with the first optimizer and its parameters alone, or with the others."""
-        number = len(self.optimizers)
-        if which == "first":
-            return self._step(self.held[::number], self.optimizers[:1])
-        others = [p for n, p in enumerate(self.held) if n % number]
-        return self._step(others, self.optimizers[1:])
-
-    def _step(self, held: list[Any], optimizers: list[torch.optim.Optimizer]) -> Named:
-        for parameter in self.held:
-            parameter.grad = None
-        for parameter in held:
-            if parameter.requires_grad:
-                parameter.grad = 2 * parameter.detach()
-        for optimizer in optimizers:
-            optimizer.step()
+    def _step(self, updates: Callable[[int], bool]) -> Named:
+        """Turn the sign of these weights, as far as they are trained, through the optimizers."""
+        for number, parameter in enumerate(self.held):
+            is_due = updates(number) and parameter.requires_grad
+            parameter.grad = 2 * parameter.detach() if is_due else None
+        for number, optimizer in enumerate(self.optimizers):
+            if updates(number):
+                optimizer.step()
         for optimizer in self.optimizers:
             optimizer.zero_grad()
         return self.full()

@@ -4,8 +4,8 @@
     judges = "fully_shard"
     line = "two: keep True, backward 0, step, evaluate 1"
     source = "weights kept after a backward, of which one optimizer of two was noticed"
-    size = 2
-    level = "correct"
+    size = 3                  # optional: the number of ranks, 2 if left out
+    level = "production"      # optional, "correct" if left out
     formerly = "fsdp.accumulation.nothing-to-all-reduce"   # optional: the clause that it was
 
 A crossing of which no user would look for a sentence in the contract is a line here, and no clause.
@@ -74,7 +74,8 @@ def formerly_clauses(found: Iterable[Seed]) -> dict[str, str]:
 
 def append(file: Path, seed: Seed) -> None:
     """Write a situation at the end of a file, which is made if there is none."""
-    entry = {key: value for key, value in asdict(seed).items() if key != "formerly" or value}
+    usual = asdict(Seed("", "", ""))
+    entry = {key: value for key, value in asdict(seed).items() if value != usual[key]}
     lines = [f"{key} = {json.dumps(value)}" for key, value in entry.items()]
     with file.open("a", encoding="utf-8") as stream:
         stream.write("\n".join(["", "[[seed]]", *lines, ""]))

@@ -313,11 +313,11 @@ def judge_trained(
             )
 
     def world(fault: str = "") -> list[Shown]:
-        def compute() -> list[Shown]:
-            given = declares, fault, plus
-            return [one_process(scene, size, n, *given).follow(program) for n in range(size)]
-
-        return once(("trained", str(scene), program, size, str(declares), fault, plus), compute)
+        given = declares, fault, plus
+        return once(
+            ("trained", str(scene), program, size, str(given)),
+            lambda: [one_process(scene, size, n, *given).follow(program) for n in range(size)],
+        )
 
     def at(number: int, fault: str = "") -> list[Named]:
         return [rank[number][1] for rank in world(fault)]

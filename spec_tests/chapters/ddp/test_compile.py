@@ -25,8 +25,8 @@ clause = clauses(
 def gradients(ctx, subject, scene, how):
     """Gradients after the calls, eager and compiled, and how many graphs there were."""
     # PyTorch cuts graphs at buckets, and asserts that these are no less than 1 MiB.
-    options = {"bucket_size_mb": 2.0, "parts": [""]}
-    return compiled.gradients(partial(Replicas, ctx, subject, scene, **options), how)
+    make = partial(Replicas, ctx, subject, scene, bucket_size_mb=2.0, parts=[""])
+    return compiled.gradients(make, how)
 
 
 SCENES = {"mlp": "mlp", "frozen": "mlp not-the-ends"}

@@ -202,7 +202,7 @@ def test_a_seed_that_is_appended_is_read_again_if_it_is_legal(tmp_path):
     seeds.append(file, seed)
     assert seeds.load(file) == (seed,)
     wrong = tmp_path / "wrong.toml"
-    seeds.append(wrong, seeds.Seed("ddp", "mlp: accumulate 0, step", ""))
+    seeds.append(wrong, seeds.Seed("ddp", "mlp: accumulate 0, step", "no source"))
     with pytest.raises(
         ValueError, match=r"entry 1: .* is no situation of ddp on 2 ranks: call 2 is 'step'"
     ):
