@@ -11,7 +11,7 @@ from spec_tests.rig import judge
 from spec_tests.rig.judge import oracle
 from spec_tests.rig.judge.symptoms import Hint
 from spec_tests.rig.judge.tolerance import Tolerance
-from spec_tests.rig.toys import TOYS
+from spec_tests.rig.toys import TOYS, sum_of_squares
 
 
 def trained_weights(
@@ -30,14 +30,19 @@ def trained_weights(
         observed: full weights by name, one mapping per rank; step i used micro-batch i of each.
     """
     __tracebackhide__ = True
-    ranks = range(len(observed))
-    batches = [[TOYS[toy].batch(seed, rank=r, micro=step) for r in ranks] for step in range(steps)]
+    size = len(observed)
 
     def by(factor: float) -> oracle.Named:  # as with gradients that are so many times the mean
-        decay = weight_decay / factor
-        return oracle.trained(toy, seed, batches, lr=factor * lr, momentum=0.9, weight_decay=decay)
+        module = TOYS[toy].build(seed)
+        options = {"lr": factor * lr, "momentum": 0.9, "weight_decay": weight_decay / factor}
+        optimizer = torch.optim.SGD(module.parameters(), **options)
+        for step in range(steps):
+            optimizer.zero_grad()
+            for rank in range(size):
+                sum_of_squares(module(TOYS[toy].batch(seed, rank=rank, micro=step))).backward()
+            optimizer.step()
+        return {name: p.detach() for name, p in module.named_parameters()}
 
-    size = len(observed)
     wrong = {
         "summed and not divided by the world size": float(size),
         "divided by the world size twice": 1 / size,
