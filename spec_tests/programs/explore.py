@@ -134,8 +134,6 @@ def main(argv: Sequence[str]) -> int:
         impl = impls.parse(arguments.impl)
         sizes = [int(size) for size in arguments.worlds.split(",")]
         listed = seeds.load(arguments.seeds) if arguments.seeds else ()
-        if arguments.line:
-            law.read(arguments.line)
         Scene.of(arguments.only)
     except (ValueError, OSError) as error:
         print(f"explore: {error}", file=sys.stderr)
