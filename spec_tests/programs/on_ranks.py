@@ -29,7 +29,7 @@ from spec_tests.programs.laws import compiled
 from spec_tests.programs.machine import Training
 from spec_tests.programs.outputs import OUTPUTS
 from spec_tests.programs.pieces import Piece, exact
-from spec_tests.programs.planted import PlantedError, failing
+from spec_tests.programs.planted import PlantedError, fail, failing
 from spec_tests.programs.scene import Scene
 from spec_tests.rig.judge.oracle import Gradients, Named
 from spec_tests.rig.ranks.rank import Context
@@ -253,9 +253,6 @@ class OnRank(Training):
             self.loss(micro)
 
     def fails_backward(self, micro: str, layer: str) -> None:
-        def fail(gradient: torch.Tensor) -> None:
-            raise PlantedError
-
         outputs: list[torch.Tensor] = []
         handles = [
             part.register_forward_hook(lambda part, args, y: outputs.append(y))

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from spec_tests.programs.planted import PlantedError
+from spec_tests.programs.planted import PlantedError, fail
 from spec_tests.programs.scene import Scene
 from spec_tests.rig.toys import TOYS
 
@@ -95,10 +95,6 @@ def module_of(scene: Scene, *, plus: int = 0) -> nn.Module:
     return module
 
 
-def _fail(gradient: torch.Tensor) -> None:
-    raise PlantedError
-
-
 def loss(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
     """The contract's `loss`: the mean square of what the model returns, in float32.
 
@@ -108,7 +104,7 @@ def loss(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
     if batch.get("raises_in") == "forward":
         raise PlantedError
     if batch.get("raises_in") == "backward":
-        found.register_hook(_fail)
+        found.register_hook(fail)
     return batch.get("factor", 1.0) * found
 
 

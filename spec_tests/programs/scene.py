@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from spec_tests.programs.optimizers import FUSED, SGD, AsIs, Counting, Hooked, dealt, with_options
-from spec_tests.rig.outcomes import LEVELS, is_within
+from spec_tests.rig.outcomes import is_within
 from spec_tests.rig.toys import TOYS
 
 HALF, BRAIN, FLOAT, DOUBLE = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -363,10 +363,6 @@ class Scene:
     def may_be_refused_by(self, subject: str) -> bool:
         """Return whether an error is as good as the right answer."""
         return any(subject in word.refusable for word in self.said())
-
-    def level(self) -> str:
-        """Return the highest level of its words."""
-        return max((word.level for word in self.said()), key=LEVELS.index)
 
     def exists(self, subject: str, size: int) -> bool:
         """Return whether so many ranks can build it, and its words go together."""
