@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -34,7 +35,7 @@ def trained_weights(
 
     def by(factor: float) -> oracle.Named:  # as with gradients that are so many times the mean
         module = TOYS[toy].build(seed)
-        options = {"lr": factor * lr, "momentum": 0.9, "weight_decay": weight_decay / factor}
+        options: Any = {"lr": factor * lr, "momentum": 0.9, "weight_decay": weight_decay / factor}
         optimizer = torch.optim.SGD(module.parameters(), **options)
         for step in range(steps):
             optimizer.zero_grad()
