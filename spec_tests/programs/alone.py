@@ -1,7 +1,7 @@
 """One process that does what all ranks should: the oracle, and with a fault each way to be wrong.
 
-It lives in the right world or in a wrong one (`faults.py`). The wrong ones give the `likely:` line
-of a failure, and the test that a situation tells a fault from what is right (`exposed`).
+It lives in the right world or in a wrong one (`faults.py`), which gives the `likely:` line of a
+failure.
 """
 
 from __future__ import annotations
@@ -13,9 +13,7 @@ from functools import cached_property, partial
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
-from spec_tests.programs.calls import Program
 from spec_tests.programs.faults import FAULTS, RIGHT, Fault, Share
 from spec_tests.programs.machine import Training
 from spec_tests.programs.scene import Scene
@@ -330,20 +328,3 @@ def flags_of(scene: Scene, rank: int, micro: str) -> tuple[str, ...]:
     """Return the flags of a rank's micro-batch, for the model."""
     _, use, by_rank = scene["toy"]
     return (use[(by_rank * rank + int(micro)) % len(use)],) if use else ()
-
-
-def exposed(
-    scene: Scene, program: Program, size: int, is_replicated: bool, among: Iterable[str]
-) -> frozenset[str]:
-    """Return which of these faults a situation tells from what is right. No ranks are needed."""
-
-    def world(fault: Fault) -> Any:
-        ranks = [Alone(scene, size, rank, fault, is_replicated) for rank in range(size)]
-        return tree_leaves([rank.follow(program) for rank in ranks])
-
-    def same(one: Any, other: Any) -> bool:
-        are_tensors = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
-        return torch.equal(one, other) if are_tensors else one is other or one == other
-
-    right = world(RIGHT)
-    return frozenset(name for name in among if not all(map(same, right, world(FAULTS[name]))))
