@@ -96,29 +96,27 @@ class OnRank(Training):
     def _buffered(self) -> Callable[..., torch.Tensor]:
         """Return a forward that adds a buffer to its output, and changes it in training."""
         module, inner = self.module, self.module.forward
-        is_integer = self.scene["buffers"] == "integers"
+        made: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"seen": lambda value: value}
         first = torch.tensor(first_buffer(self.ctx.rank))
-        module.register_buffer("seen", first.long() if is_integer else first)
-        if is_integer:
-            module.register_buffer("odd", first % 2 == 1)
+        if self.scene["buffers"] == "integers":
+            made, first = made | {"odd": lambda value: value % 2 == 1}, first.long()
+        for name, make in made.items():
+            module.register_buffer(name, make(first))
 
         def forward(x: torch.Tensor, *flags: str, **named: str) -> torch.Tensor:
             y: torch.Tensor = inner(x, *flags, **named)
             if not torch.is_grad_enabled():
                 return y
-            seen: Any = module.seen
-            y = y + seen.to(y.dtype)
-            if is_integer:
-                y = y + module.odd.to(y.dtype)  # type: ignore[operator]  # a buffer
+            for name in made:
+                y = y + getattr(module, name).to(y.dtype)
             if module.training:
                 with torch.no_grad():
-                    found = next_buffer(seen, x)
-                    if self.scene["buffers"] == "by assignment":
-                        module.seen = found
-                    else:
-                        seen.copy_(found)
-                    if is_integer:
-                        module.odd.copy_(found % 2 == 1)  # type: ignore[union-attr, operator]  # a buffer
+                    value = next_buffer(module.seen, x)
+                    for name, make in made.items():
+                        if self.scene["buffers"] == "by assignment":
+                            setattr(module, name, make(value))
+                        else:
+                            getattr(module, name).copy_(make(value))
             return y
 
         return forward
@@ -186,15 +184,17 @@ class OnRank(Training):
         batch = self.toy.batch(SEED, rank=self.ctx.rank, micro=int(micro))
         inputs = batch.to(self.ctx.device, self.scene.weights)
         flags = flags_of(self.scene, self.ctx.rank, micro)
-        model, read = self.called, OUTPUTS[self.scene.word("output")][1]
-        if self.scene.word("entrance") == "method":
-            model = self.wrapped.compute
-        if self.scene.word("entrance") == "keyword":
-            named = dict(zip(("use",), flags, strict=False))
-            return read(model(x=inputs, **named))  # type: ignore[no-any-return]  # a tensor
-        if self.scene.word("entrance") == "all-again":
-            return _recomputing(lambda *args: _times_one(read(model(*args))))(inputs, *flags)  # type: ignore[no-any-return]  # a tensor
-        return read(model(inputs, *flags))  # type: ignore[no-any-return]  # a tensor
+        entrance, read = self.scene.word("entrance"), OUTPUTS[self.scene.word("output")][1]
+        model = self.wrapped.compute if entrance == "method" else self.called
+        named = dict(zip(("use",), flags, strict=False))
+        found: torch.Tensor
+        if entrance == "keyword":
+            found = read(model(x=inputs, **named))
+        elif entrance == "all-again":
+            found = _recomputing(lambda *args: _times_one(read(model(*args))))(inputs, *flags)
+        else:
+            found = read(model(inputs, *flags))
+        return found
 
     def loss(self, *micros: str) -> Any:
         """Return the sum of the losses of these micro-batches."""
