@@ -25,7 +25,7 @@ from spec_tests.bench.runner import Figure
 from spec_tests.impls import parse
 from spec_tests.programs import law
 from spec_tests.programs.calls import Program
-from spec_tests.programs.draw import covering, programs
+from spec_tests.programs.draw import covering, situation_in
 from spec_tests.rig.judge import oracle
 from spec_tests.rig.judge.runner import run_case
 from spec_tests.rig.ledger import load_all
@@ -113,7 +113,7 @@ def situations_per_second(worlds: Worlds, subject: str, number: int = 24) -> flo
     for row in itertools.islice(itertools.cycle(rows), number):
         program: Program = ()
         while len(program) < 12:
-            program += programs(row, subject, 2, "correct", chance)
+            program += law.read(situation_in(row, subject, 2, "correct", chance))[1]
         lines.append(law.written(row, program[:12]))
     law.same_as_alone(world, subject, lines[0])
     oracle.forget()

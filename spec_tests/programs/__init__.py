@@ -4,7 +4,7 @@ scene.py      what exists before the first call: words, one for each axis
 calls.py      what a trainer calls, one call after another; which calls are legal (words.py)
 alone.py      one process that does what all ranks should: the oracle; faults.py: wrong worlds
 on_ranks.py   the same calls on a rank; ways.py: how each function divides training; units.py: units
-machine.py    follows the calls of a program, wherever it runs
+machine.py    follows the calls of a program, wherever it runs; has those that are alike everywhere
 stepped.py    the same of a sharded optimizer, in one process and on a rank
 trained.py    the same of a trainer that owns its loop; one_trainer.py: its oracle
 pieces.py     what a rank has of a tensor; the parent puts pieces together

@@ -1,22 +1,21 @@
 """One process that does what all ranks should: the oracle, and with a fault each way to be wrong.
 
-It lives in the right world or in a wrong one (`faults.py`). The wrong ones give the `likely:` line
-of a failure, and the test that a situation tells a fault from what is right (`exposed`).
+It lives in the right world or in a wrong one (`faults.py`), which gives the `likely:` line of a
+failure.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Sequence
+import contextlib
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
-from spec_tests.programs.calls import Program
-from spec_tests.programs.faults import FAULTS, RIGHT, Fault, Reader, Share
-from spec_tests.programs.machine import Machine
+from spec_tests.programs.faults import FAULTS, RIGHT, Fault, Share
+from spec_tests.programs.machine import Training
 from spec_tests.programs.scene import Scene
 from spec_tests.programs.units import parameters_of_units
 from spec_tests.programs.uses import forward_that_counts
@@ -31,7 +30,7 @@ LARGE = 1e30
 
 
 @dataclass
-class Alone(Machine):
+class Alone(Training):
     """What one rank should see.
 
     Args:
@@ -47,7 +46,7 @@ class Alone(Machine):
     is_replicated: bool = False
     shares: list[Share] = field(default_factory=list)
     older: dict[str, torch.Tensor] = field(default_factory=dict)
-    losses: list[torch.Tensor] = field(default_factory=list)
+    is_local: bool = False
     saved: Any = None
 
     def __post_init__(self) -> None:
@@ -79,6 +78,11 @@ class Alone(Machine):
     def peers(self) -> tuple[int, ...]:
         """The ranks whose gradients are averaged with this rank's."""
         return self.group if self.fault.heeds_groups else tuple(range(self.size))
+
+    @property
+    def num_peers(self) -> int:
+        """Number of ranks whose mean is formed."""
+        return len(self.peers)
 
     @cached_property
     def inner(self) -> list[str]:
@@ -112,16 +116,16 @@ class Alone(Machine):
                 weights[name] = self.older[name].requires_grad_(p.requires_grad)
         return weights
 
-    def _losses(self, *micros: str, is_local: bool = False) -> list[torch.Tensor]:
-        outputs = [self._trained(micro, is_local) for micro in micros]
-        return [sum(map(sum_of_squares, of_rank)) for of_rank in zip(*outputs, strict=True)]  # type: ignore[misc]  # no empty sum
+    def loss(self, *micros: str) -> Losses:
+        outputs = zip(*map(self._trained, micros), strict=True)
+        return Losses(self, [sum(map(sum_of_squares, of_rank)) for of_rank in outputs])  # type: ignore[misc]  # no empty sum
 
-    def _trained(self, micro: str, is_local: bool) -> list[torch.Tensor]:
+    def _trained(self, micro: str) -> list[torch.Tensor]:
         """Return the output of a training forward for each rank; buffers change."""
         outputs = [self.output(micro, rank) for rank in self.peers]
         if not self.scene["buffers"]:
             return outputs
-        if self.is_replicated and self.scene["mode"] and self.fault.takes_buffers(is_local):
+        if self.is_replicated and self.scene["mode"] and self.fault.takes_buffers(self.is_local):
             self._take_buffers()
         for number, rank in enumerate(self.peers):
             outputs[number] = outputs[number] + self.buffers[rank]
@@ -135,90 +139,63 @@ class Alone(Machine):
     def _take_buffers(self) -> None:
         self.buffers = dict.fromkeys(self.peers, self.buffers[self.peers[0]])
 
-    def _add(
-        self,
-        losses: Iterable[torch.Tensor],
-        was_local: bool = False,
-        of: Container[str] | None = None,
-        micro: int | None = None,
+    def add(
+        self, losses: Iterable[torch.Tensor], micro: int, of: Container[str] | None = None
     ) -> None:
+        """Add what a backward of each rank's loss leaves, for these parameters or for all."""
         trained = {n: p for n, p in self.named if p.requires_grad and (of is None or n in of)}
-        micro = self._micros() if micro is None else micro
-        scale = len(self.peers) / (self.scene["divisor"] or len(self.peers))
+        ignored = [n for number, (n, _) in enumerate(self.named) if number in self.scene["ignored"]]
+        scale = self.num_peers / (self.scene["divisor"] or self.num_peers)
         for rank, loss in zip(self.peers, losses, strict=True):
-            found: tuple[torch.Tensor | None, ...] = (None,) * len(trained)
+            found: tuple[torch.Tensor | None, ...] = ()
             if loss.requires_grad and trained:
                 found = torch.autograd.grad(
                     loss, [*trained.values()], allow_unused=True, retain_graph=True
                 )
-            by_name = dict(zip(trained, found, strict=True))
-            scaled = {
-                name: None
-                if (g := by_name.get(name)) is None
-                else self._of_rank(rank, len(self.peers) * g)
-                if number in self.scene["ignored"]
-                else scale * g
-                for number, (name, _) in enumerate(self.named)
+            gradient = {
+                name: (self.num_peers if name in ignored else scale) * g
+                for name, g in zip(trained, found, strict=False)
+                # Nobody reduces what is ignored: a rank has its own.
+                if g is not None and (name not in ignored or rank == self.rank)
             }
-            self.shares.append(Share(scaled, rank, micro, was_local))
+            self.shares.append(Share(gradient, rank, micro, self.is_local))
 
-    def _of_rank(self, rank: int, gradient: torch.Tensor) -> torch.Tensor | None:
-        """Return what this rank has of a gradient that nobody reduces."""
-        return gradient if rank == self.rank else None
-
-    def _micros(self) -> int:
+    @property
+    def micros(self) -> int:
+        """Number of micro-batches since gradients were cleared."""
         return 1 + max((s.micro for s in self.shares if not s.was_cleared), default=-1)
 
     def gradients(self, fault: Fault | None = None) -> Gradients:
         """Return the mean over ranks of `size * loss`: the sum of all shares, by their factors."""
-        sizes = (self.size, len(self.group))
-        reader = Reader(self.rank, self.peers, self.replica, self._micros(), *sizes)
-        total: Gradients = {name: None for name, _ in self.named}
+        total: Gradients = dict.fromkeys(name for name, _ in self.named)
         fault = fault or self.fault
         for share in self.shares:
             is_gone = share.was_cleared and fault.clears(share)
-            factor = 0.0 if is_gone else fault.factor(share, reader)
+            factor = 0.0 if is_gone else fault.factor(share, self)
             for name, gradient in share.gradient.items() if factor else ():
-                if gradient is not None:
-                    before = total[name]
-                    total[name] = (
-                        factor * gradient if before is None else before + factor * gradient
-                    )
+                before = total[name]
+                total[name] = factor * gradient if before is None else before + factor * gradient
         return total
 
     # --- the calls
 
-    def backward(self, *micros: str) -> Gradients:
-        self._add(self._losses(*micros))
-        return self.gradients()
-
-    both = backward
+    @contextlib.contextmanager
+    def quietly(self) -> Iterator[None]:
+        before, self.is_local = self.is_local, True
+        try:
+            yield
+        finally:
+            self.is_local = before
 
     def beside(self, micro: str) -> Gradients:
         other = Alone(Scene.of("even"), self.size, self.rank, self.fault, self.is_replicated)
         found = other.backward(micro)
         return self.backward(micro) | {f"other {name}": g for name, g in found.items()}
 
-    def several(self, one: str, other: str) -> Gradients:
-        self.backward(one)
-        return self.backward(other)
-
-    def twice(self, micro: str) -> Gradients:
-        losses = self._losses(micro)
-        self._add(losses)
-        self._add(losses)
-        return self.gradients()
-
-    def begun(self, micro: str) -> None:
-        self.backward(micro)
-
     def local(self) -> Gradients:
         return self.gradients(FAULTS["local"] if self.fault.heeds_no_sync else None)
 
-    def accumulate(self, micro: str) -> None:
-        self._add(self._losses(micro, is_local=True), was_local=True)
-
-    locally = early = accumulate
+    early = Training.accumulate
 
     def partly(self, micro: str) -> Gradients | None:
         """Return gradients where there is one copy of the weights, so that nothing waits."""
@@ -228,38 +205,19 @@ class Alone(Machine):
         return None
 
     def directly(self, micro: str) -> Gradients:
-        own = len(self.peers) * self._losses(micro, is_local=True)[self.peers.index(self.rank)]
-        trained = {n: p for n, p in self.named if p.requires_grad}
-        found = torch.autograd.grad(own, [*trained.values()], allow_unused=True)
         self.zero_grad()
-        return dict.fromkeys(n for n, _ in self.named) | dict(zip(trained, found, strict=True))
+        kept, self.shares = self.shares, []
+        self.accumulate(micro)
+        found, self.shares = self.gradients(FAULTS["local"]), kept
+        return found
 
     def outermost_waits(self, micro: str) -> Gradients | None:
-        losses, number = self._losses(micro), self._micros()
-        names = parameters_of_units(self.module, self.scene.word("units"))
-        self._add(losses, of=names, micro=number)
-        self._add(losses, was_local=True, of={n for n, _ in self.named} - {*names}, micro=number)
+        losses, number = self.loss(micro).of_ranks, self.micros
+        self.add(losses, number, self.inner)
+        with self.quietly():
+            self.add(losses, number, {n for n, _ in self.named} - {*self.inner})
         found = self.gradients()
-        return {name: found[name] for name in names} or None
-
-    def nested(self, one: str, other: str) -> None:
-        self.accumulate(one)
-        self.accumulate(other)
-
-    prepared = nested
-
-    def forward(self, micro: str) -> None:
-        self.losses = self._losses(micro)
-
-    def pending(self) -> Gradients:
-        self._add(self.losses)
-        self.losses = []
-        return self.gradients()
-
-    resumed = pending
-
-    def finish(self) -> Gradients:
-        return self.gradients()
+        return {name: found[name] for name in self.inner} or None
 
     def zero_grad(self, how: str = "none") -> None:
         self.shares = [replace(share, was_cleared=True) for share in self.shares]
@@ -276,21 +234,14 @@ class Alone(Machine):
     def evaluate(self, micro: str) -> Named:
         return {"output": self.output(micro, self.rank).detach()}
 
-    infer = aside = evaluate_apart = evaluate
+    infer = evaluate_apart = evaluate
 
     def record(self, micro: str) -> Named:
-        outputs = self._trained(micro, is_local=False)
+        outputs = self._trained(micro)
         return {"output": outputs[self.peers.index(self.rank)].detach()}
 
     def fails_backward(self, micro: str, layer: str) -> None:
-        self._losses(micro)  # its forward changes buffers
-
-    def step(self) -> Named:
-        return self._step(lambda number: True)
-
-    def step_one(self, which: str) -> Named:
-        _, optimizers = self.scene["optimizer"]
-        return self._step(lambda number: (number % optimizers == 0) is (which == "first"))
+        self.loss(micro)  # its forward changes buffers
 
     def _step(self, updates: Callable[[int], bool]) -> Named:
         self._turn(lambda n, p: p.requires_grad and updates(n) and self.fault.updates(n))
@@ -336,7 +287,19 @@ class Alone(Machine):
     def wait(self) -> Named | None:
         return self.unshard("now") if self.before == ("unshard", "in-flight") else None
 
-    fails = keep = reshard = leave = Machine.nothing
+    fails = keep = reshard = Training.nothing
+
+
+@dataclass(frozen=True)
+class Losses:
+    """The loss of each rank, of which a backward adds to the gradients."""
+
+    alone: Alone
+    of_ranks: list[torch.Tensor]
+
+    def backward(self, retain_graph: bool = False) -> None:
+        """Add the gradients of every rank's loss."""
+        self.alone.add(self.of_ranks, self.alone.micros)
 
 
 def first_buffer(rank: int) -> float:
@@ -365,20 +328,3 @@ def flags_of(scene: Scene, rank: int, micro: str) -> tuple[str, ...]:
     """Return the flags of a rank's micro-batch, for the model."""
     _, use, by_rank = scene["toy"]
     return (use[(by_rank * rank + int(micro)) % len(use)],) if use else ()
-
-
-def exposed(
-    scene: Scene, program: Program, size: int, is_replicated: bool, among: Iterable[str]
-) -> frozenset[str]:
-    """Return which of these faults a situation tells from what is right. No ranks are needed."""
-
-    def world(fault: Fault) -> Any:
-        ranks = [Alone(scene, size, rank, fault, is_replicated) for rank in range(size)]
-        return tree_leaves([rank.follow(program) for rank in ranks])
-
-    def same(one: Any, other: Any) -> bool:
-        are_tensors = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
-        return torch.equal(one, other) if are_tensors else one is other or one == other
-
-    right = world(RIGHT)
-    return frozenset(name for name in among if not all(map(same, right, world(FAULTS[name]))))

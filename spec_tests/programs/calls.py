@@ -270,12 +270,14 @@ VERBS: dict[str, Verb] = {
 """Every call."""
 
 
-def parsed(text: str) -> Program:
-    """Return the calls of a text.
+def parsed(text: str | Program) -> Program:
+    """Return the calls of a text; a program is one already.
 
     Raises:
         ValueError: A call is no verb, or has other words than its verb takes.
     """
+    if not isinstance(text, str):
+        return text
     program = tuple(tuple(call.split()) for call in text.split(",") if call.strip())
     for name, *words in program:
         if name not in VERBS:
@@ -311,23 +313,23 @@ def next_state(state: State, call: Call, scene: Scene, subject: str, size: int) 
     """Return the state that a call leaves; None where it is not legal."""
     name, *words = call
     verb = VERBS[name]
-    is_there = subject in verb.of and (not state.is_begun or name in BEFORE_A_FINISH)
-    # Ranks that use other branches are interrupted after other reductions.
-    is_there = is_there and not (scene["toy"][2] and name == "fails_backward")
-    # The contract of replicas is silent about a forward between a forward and its backward.
-    is_there = is_there and not (state.waits and subject in REPLICAS and verb.records)
-    # Outside of training steps it is open whether replicas take the first rank's buffers.
-    is_there = is_there and not (
-        scene["buffers"]
-        and subject in REPLICAS
-        and name in ("evaluate", "evaluate_apart", "infer", "aside", "fails")
+    is_open = (
+        # Ranks that use other branches are interrupted after other reductions.
+        (scene["toy"][2] and name == "fails_backward")
+        # The contract of replicas is silent about a forward between a forward and its backward.
+        or (state.waits and subject in REPLICAS and verb.records)
+        # Outside of training steps it is open whether replicas take the first rank's buffers.
+        or (
+            scene["buffers"]
+            and subject in REPLICAS
+            and name in ("evaluate", "evaluate_apart", "infer", "aside", "fails")
+        )
+        # Plain gradients that differ between ranks have no norm; narrow ones are rounded.
+        or (name == "clip" and (scene["ignored"] or scene["weights"] not in (FLOAT, DOUBLE)))
+        or (state.is_unsharded and call == ("zero_grad", "of-the-model"))
+        or (state.is_begun and name not in BEFORE_A_FINISH)
     )
-    # Plain gradients that differ between ranks have no norm; narrow ones are rounded.
-    is_there = is_there and not (
-        name == "clip" and (scene["ignored"] or scene["weights"] not in (FLOAT, DOUBLE))
-    )
-    is_there = is_there and not (state.is_unsharded and call == ("zero_grad", "of-the-model"))
-    if not is_there or not verb.when(state):
+    if is_open or subject not in verb.of or not verb.when(state):
         return None
     if any(
         subject not in WORDS[k][w][0]

@@ -15,14 +15,14 @@ else, so a generator that does not avoid it finds nothing but this deviation.
 from __future__ import annotations
 
 import re
-import tomllib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from spec_tests.rig.target import ADAPTERS, Target
+from spec_tests.rig.judge.expectations import documents
+from spec_tests.rig.target import Target
 
 _KEYS = {"judges", "pattern", "shows", "size", "reason", "link"}
 
@@ -51,14 +51,11 @@ def load(file: Path) -> tuple[Declared, ...]:
         ValueError: An entry has an unknown key or lacks one, its pattern is no regular expression,
             or its `shows` does not match its pattern.
     """
-    document = tomllib.loads(file.read_text(encoding="utf-8"))
-    found = [_parsed(entry, file) for entry in document.get("situation", [])]
-    base = document.get("inherits")
-    if base not in (None, "torch"):
-        raise ValueError(f'{file}: expected `inherits` to be "torch", got {base!r}')
-    if base is not None:
-        found += load(ADAPTERS / "torch.toml")
-    return tuple(found)
+    return tuple(
+        _parsed(entry, where)
+        for where, document in documents(file)
+        for entry in document.get("situation", [])
+    )
 
 
 def _parsed(entry: dict[str, Any], file: Path) -> Declared:
@@ -81,7 +78,7 @@ def of(target: Target | None) -> tuple[Declared, ...]:
     return load(file) if file is not None and file.is_file() else ()
 
 
-def avoided(entries: Iterable[Declared], subject: str) -> Callable[[str], bool]:
-    """Return whether a line is one that an entry speaks of, as a function."""
-    kept = [entry for entry in entries if entry.judges == subject]
-    return lambda line: any(entry.speaks_of(line) for entry in kept)
+def avoided(target: Target | None, subject: str) -> Callable[[str], bool]:
+    """Return whether a line is one that an implementation declares of a function, as a function."""
+    entries = [entry for entry in of(target) if entry.judges == subject]
+    return lambda line: any(entry.speaks_of(line) for entry in entries)

@@ -14,13 +14,15 @@ import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
+from typing import Any
 
 from spec_tests.programs import declared, law, seeds, shrink
-from spec_tests.programs.calls import VERBS, Call, Program, State, after, next_state, parsed
+from spec_tests.programs.calls import VERBS, Call, State, after, next_state, parsed
 from spec_tests.programs.scene import (
     AXES,
     AXES_OF,
     AXIS_OF,
+    MODELS,
     OPTIMIZER,
     STEPPED,
     TRAINERS,
@@ -30,25 +32,19 @@ from spec_tests.programs.scene import (
 from spec_tests.programs.words import WORDS
 from spec_tests.rig import judge, strategies
 from spec_tests.rig.judge import Violation
-from spec_tests.rig.outcomes import LEVELS
-from spec_tests.rig.ranks.errors import NotOffered, RankDied, RankHung, RankRaised
+from spec_tests.rig.outcomes import LEVELS, is_within
+from spec_tests.rig.ranks.errors import NotOffered, RankRaised
 from spec_tests.rig.ranks.world import World
 
 LONGEST = 24
 """Calls in a drawn program: three that must meet in order rarely do so in a short one."""
 
-CLOSING: Program = (
-    ("zero_grad", "none"),
-    ("backward", "90"),
-    ("step",),
-    ("evaluate", "91"),
-    ("backward", "92"),
+CLOSING = (
+    dict.fromkeys(MODELS, "zero_grad none, backward 90, step, evaluate 91, backward 92")
+    | dict.fromkeys(OPTIMIZER, "deal 90 all, update, deal 91 all, update")
+    | dict.fromkeys(TRAINERS, "train 90, evaluate 91, train 92")
 )
 """What shows in the end what a program has left behind."""
-CLOSING_STEPS: Program = (("deal", "90", "all"), ("update",), ("deal", "91", "all"), ("update",))
-"""The same of an optimizer."""
-CLOSING_TRAINING: Program = (("train", "90"), ("evaluate", "91"), ("train", "92"))
-"""The same of a trainer."""
 
 PARTS = 4
 """Cases of a clause at a world size; they share every second or fourth row of a covering array."""
@@ -133,15 +129,15 @@ def _completed(
     return row
 
 
-def programs(
+def situation_in(
     scene: Scene,
     subject: str,
     size: int,
     level: str,
     chance: random.Random,
     is_avoided: Avoided = lambda line: False,
-) -> Program:
-    """Return legal calls, once or twice over, and an ordinary step that shows what they did.
+) -> str:
+    """Return the line of legal calls, once or twice over, and of an ordinary step that shows them.
 
     What is right the first time may leave something behind for the second.
 
@@ -164,23 +160,21 @@ def programs(
         if found:
             call, state = chance.choice(found)
             calls.append(call)
-    closing = CLOSING
-    if subject in OPTIMIZER + TRAINERS:
-        closing = CLOSING_STEPS if subject in OPTIMIZER else CLOSING_TRAINING
-    pending: Program = (("pending",),) if state.waits else ()
+    closing, pending = parsed(CLOSING[subject]), parsed("pending" if state.waits else "")
     if state.is_left and level == LEVELS[-1]:
-        pending = (("zero_grad", "none"), ("resumed",))
+        pending = parsed("zero_grad none, resumed")
     for program in ((*calls * times, *pending, *closing), (*calls, *pending, *closing), closing):
-        if after(program, scene, subject, size) and not is_avoided(law.written(scene, program)):
-            return program
-    return closing[:2]
+        line = law.written(scene, program)
+        if after(program, scene, subject, size) and not is_avoided(line):
+            return line
+    return law.written(scene, closing[:2])
 
 
 def _calls(subject: str, level: str, number: int, chance: random.Random) -> Iterator[Call]:
     """Yield a call of each verb of a level, with words that are drawn."""
     for name, verb in VERBS.items():
         least = LEVELS[-1] if subject in verb.later else verb.level
-        if subject not in verb.of or LEVELS.index(least) > LEVELS.index(level):
+        if subject not in verb.of or not is_within(least, level):
             continue
         words: list[str] = []
         for kind in verb.takes.split():
@@ -196,7 +190,7 @@ def _words(kind: str, subject: str, level: str) -> Sequence[str]:
     return [
         word
         for word, (subjects, of) in WORDS[kind].items()
-        if subject in subjects and LEVELS.index(of) <= LEVELS.index(level)
+        if subject in subjects and is_within(of, level)
     ]
 
 
@@ -209,8 +203,7 @@ def judge_part(world: World, subject: str, level: str, part: int, *, looks: bool
         looks: let observers judge as well.
     """
     __tracebackhide__ = True
-    entries = declared.of(world.target)
-    is_avoided = declared.avoided(entries, subject)
+    is_avoided = declared.avoided(world.target, subject)
     lines = [
         seed.line
         for seed in (seeds.load() if part == 0 else ())
@@ -224,8 +217,7 @@ def judge_part(world: World, subject: str, level: str, part: int, *, looks: bool
         if world.size > 3 and row.exists(subject, 2):
             continue  # four ranks take longer: they try what fewer cannot build
         chance = random.Random(f"{subject} {world.size} {level} {part} {number}")
-        program = programs(row, subject, world.size, level, chance, is_avoided)
-        lines.append(law.written(row, program))
+        lines.append(situation_in(row, subject, world.size, level, chance, is_avoided))
     _judge(world, subject, [line for line in lines if not is_avoided(line)], looks=looks)
 
 
@@ -257,27 +249,28 @@ def _smallest(
     """Return how the smallest situation that was found fails, for a reader of what was drawn."""
 
     now = judge.SITUATION.get()
-    died: list[str] = []
     given = {line: now.given}
 
-    def judged(shorter: str) -> Exception | None:
+    def judged(shorter: str) -> Any:
         now.in_words = law.in_words(shorter)
-        if len(died) > 1:  # each costs seconds, and the ranks start anew
-            return None
         try:
             law.same_as_alone(world, subject, shorter, looks=looks)
-        except (Violation, RankRaised) as found:
+        except shrink.FAILURES as found:
             given[shorter] = now.given
             return found
-        except (RankDied, RankHung):
-            died.append(shorter)
         except Exception:  # not offered or not here, or another finding
             pass
         return None
 
-    is_avoided = declared.avoided(declared.of(world.target), subject)
     smallest, failure = shrink.smallest(
-        line, failure, judged, subject=subject, size=world.size, is_avoided=is_avoided, tries=60
+        line,
+        failure,
+        judged,
+        subject=subject,
+        size=world.size,
+        is_avoided=declared.avoided(world.target, subject),
+        tries=60,
+        costly=2,
     )
     now.given, now.in_words = given.get(smallest, given[line]), law.in_words(smallest)
     return failure
@@ -292,7 +285,7 @@ def judge_rows(world: World, subject: str, level: str, part: int, texts: Sequenc
         texts: programs, which the rows take in turn.
     """
     __tracebackhide__ = True
-    is_avoided = declared.avoided(declared.of(world.target), subject)
+    is_avoided = declared.avoided(world.target, subject)
     rows = [row for row in covering(subject, world.size, level) if not row.exists(subject, 2)]
     lines = []
     for number in range(part, len(rows), PARTS):

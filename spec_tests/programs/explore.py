@@ -17,27 +17,21 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from spec_tests import impls
 from spec_tests.programs import declared, law, seeds
-from spec_tests.programs.draw import covering, programs
+from spec_tests.programs.draw import covering, situation_in
 from spec_tests.programs.scene import AXES_OF, Scene
 from spec_tests.programs.seeds import Seed
-from spec_tests.programs.shrink import cause_of, smallest
+from spec_tests.programs.shrink import FAILURES, cause_of, smallest
 from spec_tests.rig import judge, target
-from spec_tests.rig.judge import Situation, Violation
+from spec_tests.rig.judge import Situation
 from spec_tests.rig.outcomes import LEVELS
-from spec_tests.rig.ranks.errors import NotOffered, RankDied, RankHung, RankRaised, RigError
+from spec_tests.rig.ranks.errors import NotOffered, RigError
 from spec_tests.rig.ranks.world import Worlds
 from spec_tests.rig.ranks.zygote import start_zygote
 
 FOUND = "found by explore"
-HANGING_TRIES = 16
-"""Shrinking a hang costs some seconds for each try that hangs."""
-
-
-FAILURES: Any = (Violation, RankRaised, RankDied, RankHung)
 
 
 @dataclass
@@ -45,15 +39,13 @@ class Exploration:
     """What was tried and found.
 
     Args:
-        impl: the implementation as `--impl` takes it.
+        impl: the implementation as `--impl` takes it; nothing is shrunk to what it declares.
         level: the level of the contract up to which situations are drawn.
-        entries: deviations that the implementation declares; nothing is shrunk to one of them.
     """
 
     impl: target.Target
     worlds: Worlds
     level: str
-    entries: Sequence[declared.Declared] = ()
     tried: int = 0
     causes: set[str] = field(default_factory=set)
 
@@ -72,22 +64,16 @@ class Exploration:
 
     def judge(self, drawn: Seed) -> str:
         """Judge a situation; print a new finding, and return the smallest line that shows it."""
-        failure, hangs = self.failure(drawn), itertools.count()
+        failure = self.failure(drawn)
         if failure is None or cause_of(failure) in self.causes:
             return ""
-
-        def judged(line: str) -> Exception | None:
-            if isinstance(failure, RankHung) and next(hangs) > HANGING_TRIES:
-                return None
-            return self.failure(replace(drawn, line=line))
-
         line, shown = smallest(
             drawn.line,
             failure,
-            judged,
+            lambda line: self.failure(replace(drawn, line=line)),
             subject=drawn.judges,
             size=drawn.size,
-            is_avoided=declared.avoided(self.entries, drawn.judges),
+            is_avoided=declared.avoided(self.impl, drawn.judges),
         )
         self.causes.add(cause_of(shown))
         print(
@@ -108,7 +94,7 @@ def situations(
     level: str,
     only: str,
     seed: int,
-    entries: Sequence[declared.Declared],
+    impl: target.Target,
 ) -> Iterator[Seed]:
     """Yield situations without end: for each function and size rows of covering arrays.
 
@@ -116,22 +102,18 @@ def situations(
         only: words that each scene has.
     """
     chance = random.Random(seed)
-    avoid = {subject: declared.avoided(entries, subject) for subject in subjects}
+    avoid = {subject: declared.avoided(impl, subject) for subject in subjects}
     while True:
-        arrays = [
-            (subject, size, list(covering(subject, size, level, chance.randrange(1, 2**31))))
-            for subject in subjects
-            for size in sizes
-        ]
-        for _, _, rows in arrays:
-            chance.shuffle(rows)
-        for subject, size, row in itertools.chain(
-            *zip(*([(s, n, row) for row in rows] for s, n, rows in arrays), strict=False)
-        ):
+        arrays = []
+        for subject, size in itertools.product(subjects, sizes):
+            rows = covering(subject, size, level, chance.randrange(1, 2**31))
+            arrays.append([(subject, size, row) for row in rows])
+        for array in arrays:
+            chance.shuffle(array)
+        for subject, size, row in itertools.chain(*zip(*arrays, strict=False)):
             scene = _with(row, only)
             if scene.exists(subject, size):
-                program = programs(scene, subject, size, level, chance, avoid[subject])
-                line = law.written(scene, program)
+                line = situation_in(scene, subject, size, level, chance, avoid[subject])
                 if not avoid[subject](line):
                     yield Seed(subject, line, FOUND, size)
 
@@ -151,10 +133,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         impl = impls.parse(arguments.impl)
         sizes = [int(size) for size in arguments.worlds.split(",")]
-        entries = declared.of(impl)
         listed = seeds.load(arguments.seeds) if arguments.seeds else ()
-        if arguments.line:
-            law.read(arguments.line)
         Scene.of(arguments.only)
     except (ValueError, OSError) as error:
         print(f"explore: {error}", file=sys.stderr)
@@ -166,7 +145,7 @@ def main(argv: Sequence[str]) -> int:
         if not subjects:
             print(f"explore: {impl.name} offers none of {', '.join(AXES_OF)}", file=sys.stderr)
             return 2
-        exploration = Exploration(impl, worlds, arguments.level, entries)
+        exploration = Exploration(impl, worlds, arguments.level)
         if arguments.line:
             asked = [Seed(s, arguments.line, FOUND, size) for s in subjects for size in sizes]
             try:
@@ -179,7 +158,7 @@ def main(argv: Sequence[str]) -> int:
         else:
             known = [seed for seed in listed if seed.judges in subjects]
             more = situations(
-                subjects, sizes, arguments.level, arguments.only, arguments.seed, entries
+                subjects, sizes, arguments.level, arguments.only, arguments.seed, impl
             )
             drawn = itertools.chain(known, more)
         _run(exploration, drawn, arguments)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from spec_tests.rig.judge.oracle import Gradients
+from spec_tests.rig.judge.oracle import Named
 
 
 @dataclass(frozen=True)
@@ -25,31 +25,15 @@ class Share:
         was_cleared: gradients were cleared since.
     """
 
-    gradient: Gradients
+    gradient: Named
     rank: int
     micro: int
     was_local: bool = False
     was_cleared: bool = False
 
 
-@dataclass(frozen=True)
-class Reader:
-    """Who reads the gradients: a rank among so many, after so many micro-batches."""
-
-    rank: int
-    peers: tuple[int, ...]
-    replica: tuple[int, ...]  # the ranks that share one copy of the weights with it
-    micros: int
-    world: int = 1
-    group: int = 1  # number of ranks of its process group
-
-    @property
-    def size(self) -> int:
-        """Number of ranks whose mean is formed."""
-        return len(self.peers)
-
-
-Factor = Callable[[Share, Reader], float]
+Factor = Callable[[Share, Any], float]
+"""Of a share, for the `Alone` that reads the gradients."""
 
 
 @dataclass(frozen=True)
@@ -90,28 +74,28 @@ class Fault:
 
 RIGHT = Fault("")
 FAULTS: dict[str, Fault] = {
-    "summed": Fault("summed over ranks and not averaged", lambda s, r: r.size),
+    "summed": Fault("summed over ranks and not averaged", lambda s, r: r.num_peers),
     "local": Fault(
         "the rank's own local gradient: it was never reduced",
-        lambda s, r: r.size * (s.rank == r.rank),
+        lambda s, r: r.num_peers * (s.rank == r.rank),
     ),
     "local-divided": Fault(
         "the rank's own local gradient, divided by the number of ranks: it was never reduced",
         lambda s, r: s.rank == r.rank,
     ),
-    "divided-twice": Fault("divided by the number of ranks twice", lambda s, r: 1 / r.size),
+    "divided-twice": Fault("divided by the number of ranks twice", lambda s, r: 1 / r.num_peers),
     "divided-by-world": Fault(
         "divided by the size of the world in place of the group",
-        lambda s, r: r.group / r.world,
+        lambda s, r: len(r.group) / r.size,
     ),
     "over-world": Fault(
         "the mean over every rank of the world: the group was left aside",
-        lambda s, r: r.group / r.size,
+        lambda s, r: len(r.group) / r.num_peers,
         heeds_groups=False,
     ),
     "mean-and-local": Fault(
         "the mean was added to the rank's own gradient, which it should replace",
-        lambda s, r: 1 + r.size * (s.rank == r.rank),
+        lambda s, r: 1 + r.num_peers * (s.rank == r.rank),
     ),
     "divided-by-micro-batches": Fault(
         "divided by the number of micro-batches", lambda s, r: 1 / max(1, r.micros)
@@ -129,19 +113,19 @@ FAULTS: dict[str, Fault] = {
     ),
     "local-stays": Fault(
         "the last micro-batch was reduced, the earlier ones stayed local",
-        lambda s, r: r.size * (s.rank == r.rank) if s.was_local else 1,
+        lambda s, r: r.num_peers * (s.rank == r.rank) if s.was_local else 1,
     ),
     "reduced-again": Fault(
         "earlier micro-batches were reduced again with the last one",
-        lambda s, r: 1 if s.micro == r.micros - 1 else r.size,
+        lambda s, r: 1 if s.micro == r.micros - 1 else r.num_peers,
     ),
     "last-stays": Fault(
         "one was reduced, and one stayed local",
-        lambda s, r: 1 if s.micro < r.micros - 1 else r.size * (s.rank == r.rank),
+        lambda s, r: 1 if s.micro < r.micros - 1 else r.num_peers * (s.rank == r.rank),
     ),
     "last-divided-twice": Fault(
         "one micro-batch was divided by the number of ranks twice, the others once",
-        lambda s, r: 1 if s.micro < r.micros - 1 else 1 / r.size,
+        lambda s, r: 1 if s.micro < r.micros - 1 else 1 / r.num_peers,
     ),
     "reduced-in-no-sync": Fault(
         "no_sync is ignored, or read too late: the reduction was already armed in forward",
@@ -164,7 +148,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "one-replica": Fault(
         "averaged over the ranks that share one copy of the weights, and not over the copies",
-        lambda s, r: r.size / len(r.replica) * (s.rank in r.replica),
+        lambda s, r: r.num_peers / len(r.replica) * (s.rank in r.replica),
     ),
     "never-cleared": Fault(
         "what was cleared is still in it: a hidden accumulator", clears=lambda share: False

@@ -17,14 +17,14 @@ from typing import Any
 import pytest
 import torch
 
-from spec_tests.programs import look, sent, trained
+from spec_tests.programs import look, sent, stepped, trained
 from spec_tests.programs.alone import SEED, Alone
 from spec_tests.programs.calls import VERBS, Program, State, after, parsed, spelled
 from spec_tests.programs.faults import FAULTS, RIGHT
 from spec_tests.programs.laws import refusal
 from spec_tests.programs.pieces import put_together
 from spec_tests.programs.scene import AXES, AXIS_OF, OPTIMIZER, REPLICAS, SHARDS, TRAINERS, Scene
-from spec_tests.programs.stepped import ADDED, WRONG, Divided, Stepped
+from spec_tests.programs.stepped import ADDED, Divided, Stepped
 from spec_tests.programs.ways import WAYS
 from spec_tests.programs.words import MEANS, SETTINGS
 from spec_tests.rig import judge
@@ -115,6 +115,11 @@ def follow(
         "afterwards": before and (before, look.warmed_step(rank, seen)),
         "form": look.form_of(rank, program) if "form" in looks else None,
     }
+
+
+def is_legal(scene: Scene, program: Program, subject: str, size: int) -> bool:
+    """Return whether the contract says what a function does in a situation on so many ranks."""
+    return scene.exists(subject, size) and after(program, scene, subject, size) is not None
 
 
 def legal(situation: str, subject: str, size: int) -> tuple[Scene, Program, State]:
@@ -218,14 +223,11 @@ def judge_values(ranks: Sequence[Any], subject: str, situation: str) -> None:
     absent_is_zero = subject == "fsdp" or ("zero_grad", "zero") in program
 
     def world_of(fault: str = "") -> list[Any]:
-        def compute() -> list[Any]:
-            given = (FAULTS[fault] if fault else RIGHT,)
-            return [
-                Alone(scene, size, rank, *given, is_replicated=is_replicated).follow(program)
-                for rank in range(size)
-            ]
-
-        return once(("situation", situation, size, is_replicated, fault), compute)
+        given = FAULTS[fault] if fault else RIGHT, is_replicated
+        return once(
+            ("situation", situation, size, is_replicated, fault),
+            lambda: [Alone(scene, size, n, *given).follow(program) for n in range(size)],
+        )
 
     def at(number: int, fault: str = "") -> list[Any]:
         return [comparable(rank[number][1]) for rank in world_of(fault)]
@@ -272,7 +274,7 @@ def _reduces_again(program: Program, scene: Scene, subject: str, size: int) -> b
 
 
 def judge_updates(
-    ranks: Sequence[Any], situation: str, wrong: Mapping[str, Callable[[], Any]] | None = None
+    ranks: Sequence[Any], situation: str, wrong: dict[str, Callable[[], Any]] | None = None
 ) -> None:
     """After each call every rank must hold the weights that the plain optimizer gives.
 
@@ -281,18 +283,20 @@ def judge_updates(
     """
     __tracebackhide__ = True
     scene, program = read(situation)
-    alone = once(("stepped", situation), lambda: Stepped(scene).follow(program))
-    wrong = {
-        means: partial(once, (means, situation), partial(_followed, kind, scene, program))
-        for means, kind in WRONG.items()
-    } | dict(wrong or {})
+
+    def alone(fault: str = "") -> Any:
+        return once(("stepped", situation, fault), lambda: Stepped(scene, fault).follow(program))
+
+    faults: dict[str, Callable[[], Any]] = dict(wrong or {})
+    for name, means in stepped.FAULTS.items():
+        faults.setdefault(means, partial(alone, name))
     never = once(("never", situation), lambda: Stepped(scene).weights())
     before = never
 
     def at(shows: Callable[[], Any], number: int) -> Named:
         return shows()[number][1]  # type: ignore[no-any-return]  # what a call shows
 
-    for number, (call, weights) in enumerate(alone):
+    for number, (call, weights) in enumerate(alone()):
         for dtype in dict.fromkeys(value.dtype for value in weights.values()):
             names = [name for name, value in weights.items() if value.dtype == dtype]
             judge.tensors(
@@ -307,16 +311,12 @@ def judge_updates(
                         {name: torch.full_like(weights[name], ADDED) for name in names} | before,
                     ),
                     Hint("the initial weight: it was never updated", never),
-                    *(Hint(means, partial(at, shows, number)) for means, shows in wrong.items()),
+                    *(Hint(means, partial(at, shows, number)) for means, shows in faults.items()),
                 ]
                 * (call != "save"),
                 given=judge.SITUATION.get().given or situation,
             )
         before = before if call == "save" else weights
-
-
-def _followed(kind: type[Stepped], scene: Scene, program: Program) -> Any:
-    return kind(scene).follow(program)
 
 
 def within_steps(scene: Scene, dtype: torch.dtype, depth: int) -> Tolerance:

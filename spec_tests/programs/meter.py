@@ -25,7 +25,7 @@ from unittest import SkipTest
 from spec_tests.impls import parse
 from spec_tests.museum.mutants import Mutant, of, source
 from spec_tests.programs import declared, draw, law, seeds
-from spec_tests.programs.explore import FAILURES
+from spec_tests.programs.shrink import FAILURES
 from spec_tests.rig import judge
 from spec_tests.rig.judge import Situation
 from spec_tests.rig.outcomes import LEVELS
@@ -82,19 +82,18 @@ def _situations(subjects: Sequence[str], root: str) -> Iterator[tuple[str, str, 
 
     Those are left out that the unchanged implementation does not promise, or declares.
     """
-    entries, levels = declared.of(parse(ROOTS[root])), LEVELS[1 : 2 + (root != "spec_tests")]
+    target, levels = parse(ROOTS[root]), LEVELS[1 : 2 + (root != "spec_tests")]
     for subject in subjects:
-        is_avoided = declared.avoided(entries, subject)
+        is_avoided = declared.avoided(target, subject)
         for seed in seeds.load():
             if seed.judges == subject and seed.level in levels and not is_avoided(seed.line):
                 yield "seed", subject, seed.size, seed.level, seed.line
     for level, subject in itertools.product(levels, subjects):
-        is_avoided = declared.avoided(entries, subject)
+        is_avoided = declared.avoided(target, subject)
         for size in (2, 3):
             for number, row in enumerate(draw.covering(subject, size, level)[::2]):
                 chance = random.Random(f"{subject} {size} {level} {number}")
-                program = draw.programs(row, subject, size, level, chance, is_avoided)
-                line = law.written(row, program)
+                line = draw.situation_in(row, subject, size, level, chance, is_avoided)
                 if not is_avoided(line):
                     yield "row", subject, size, level, line
 

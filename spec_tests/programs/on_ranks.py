@@ -7,7 +7,8 @@ backward ends, and where gradients and weights are read. The calls are written o
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any
 
@@ -24,21 +25,25 @@ from spec_tests.programs.alone import (
     next_buffer,
     one_of,
 )
-from spec_tests.programs.machine import Machine
+from spec_tests.programs.laws import compiled
+from spec_tests.programs.machine import Training
 from spec_tests.programs.outputs import OUTPUTS
 from spec_tests.programs.pieces import Piece, exact
-from spec_tests.programs.planted import PlantedError, failing
+from spec_tests.programs.planted import PlantedError, fail, failing
 from spec_tests.programs.scene import Scene
 from spec_tests.rig.judge.oracle import Gradients, Named
 from spec_tests.rig.ranks.rank import Context
 from spec_tests.rig.toys import TOYS, sum_of_squares
 
 
-class OnRank(Machine):
+class OnRank(Training):
     """One rank's toy in a scene, and what a program does to it.
 
     The loss of each micro-batch is the number of ranks times `sum_of_squares`, so that the mean
     over ranks is a sum of integers.
+
+    Args:
+        compiling: how it is compiled, see `laws.compiled.wrapped`.
 
     Attributes:
         module: the toy; `wrapped` is what the function under test made of it.
@@ -46,8 +51,8 @@ class OnRank(Machine):
         records: the last forward without gradients has recorded a graph.
     """
 
-    def __init__(self, ctx: Context, subject: str, scene: Scene) -> None:
-        self.ctx, self.subject, self.scene = ctx, subject, scene
+    def __init__(self, ctx: Context, subject: str, scene: Scene | str, **compiling: Any) -> None:
+        self.ctx, self.subject, self.scene = ctx, subject, (scene := Scene.of(scene))
         self.toy = TOYS[scene["toy"][0]]
         plain = self._built()
         self.names = [name for name, _ in plain.named_parameters()]
@@ -59,21 +64,16 @@ class OnRank(Machine):
         self.module = plain
         self._prepare()
         if scene.is_compiled:
-            torch._dynamo.reset()  # ranks are used again
-        if scene.word("entrance") == "compiled":
-            for part in leaves(plain):
-                part.compile(backend="aot_eager")
-        self.wrapped: Any = self.wrap()
-        self.called = self.wrapped
-        if scene.word("entrance") == "compiled-whole":
-            self.called = torch.compile(self.wrapped, backend="aot_eager")
+            is_whole = scene.word("entrance") == "compiled-whole"
+            compiling["how"] = "whole aot_eager" if is_whole else "before aot_eager"
+            compiling["parts"] = [*leaves(plain)]
+        self.wrapped, self.called = compiled.wrapped(plain, self.wrap, **compiling)
         self.hold()
         self.trained = [parameter.requires_grad for parameter in self.held]
         for part in (self.wrapped, self.module):
             if isinstance(part, nn.Module):  # courses' wrappers are none
                 part.train(scene["mode"])
         self.buffers = {name: value.clone() for name, value in self.module.named_buffers()}
-        self.losses: Any = None
         self.records = False
         self.saved: Any = None
 
@@ -86,39 +86,37 @@ class OnRank(Machine):
         inner = self._buffered() if self.scene["buffers"] else self.module.forward
         self.module.forward = lambda *args, **kw: give(inner(*args, **kw))
         if self.scene.word("entrance") == "recomputed":
-            for part in leaves(self.module):
+            for part in leaves(self.module).values():
                 part.forward = _recomputing(part.forward)  # type: ignore[method-assign]  # of one object
         if self.scene.word("entrance") in ("called-again", "called-again-reentrant"):
             is_reentrant = self.scene.word("entrance") == "called-again-reentrant"
-            for part in leaves(self.module):
+            for part in leaves(self.module).values():
                 part.__class__ = _called_again(type(part), is_reentrant)  # type: ignore[arg-type]  # hashable
 
     def _buffered(self) -> Callable[..., torch.Tensor]:
         """Return a forward that adds a buffer to its output, and changes it in training."""
         module, inner = self.module, self.module.forward
-        is_integer = self.scene["buffers"] == "integers"
+        made: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"seen": lambda value: value}
         first = torch.tensor(first_buffer(self.ctx.rank))
-        module.register_buffer("seen", first.long() if is_integer else first)
-        if is_integer:
-            module.register_buffer("odd", first % 2 == 1)
+        if self.scene["buffers"] == "integers":
+            made, first = made | {"odd": lambda value: value % 2 == 1}, first.long()
+        for name, make in made.items():
+            module.register_buffer(name, make(first))
 
         def forward(x: torch.Tensor, *flags: str, **named: str) -> torch.Tensor:
             y: torch.Tensor = inner(x, *flags, **named)
             if not torch.is_grad_enabled():
                 return y
-            seen: Any = module.seen
-            y = y + seen.to(y.dtype)
-            if is_integer:
-                y = y + module.odd.to(y.dtype)  # type: ignore[operator]  # a buffer
+            for name in made:
+                y = y + getattr(module, name).to(y.dtype)
             if module.training:
                 with torch.no_grad():
-                    found = next_buffer(seen, x)
-                    if self.scene["buffers"] == "by assignment":
-                        module.seen = found
-                    else:
-                        seen.copy_(found)
-                    if is_integer:
-                        module.odd.copy_(found % 2 == 1)  # type: ignore[union-attr, operator]  # a buffer
+                    value = next_buffer(module.seen, x)
+                    for name, make in made.items():
+                        if self.scene["buffers"] == "by assignment":
+                            setattr(module, name, make(value))
+                        else:
+                            getattr(module, name).copy_(make(value))
             return y
 
         return forward
@@ -137,11 +135,9 @@ class OnRank(Machine):
         own = [named.pop(name) for name in self.names if name in named]
         return [*own, *named.values()]
 
-    @contextlib.contextmanager
-    def quietly(self) -> Iterator[None]:
-        """Within, a micro-batch stays on this rank."""
-        with self.ctx.impl.no_sync(self.wrapped):
-            yield
+    def quietly(self) -> AbstractContextManager[Any]:
+        """Return a context within which a micro-batch stays on this rank."""
+        return self.ctx.impl.no_sync(self.wrapped)  # type: ignore[no-any-return]  # such a context
 
     def finish_backward(self) -> None:
         self.ctx.impl.finish_gradient_synchronization(self.wrapped)
@@ -169,26 +165,14 @@ class OnRank(Machine):
             for part in (self.held[n::number] for n in range(number))
         ]
 
-    def step(self) -> Named:
-        """Turn the sign of every trained weight, through the optimizers."""
-        return self._step(self.held, self.optimizers)
-
-    def step_one(self, which: str) -> Named:
-        """The same with the first optimizer and its parameters alone, or with the others."""
-        number = len(self.optimizers)
-        if which == "first":
-            return self._step(self.held[::number], self.optimizers[:1])
-        others = [p for n, p in enumerate(self.held) if n % number]
-        return self._step(others, self.optimizers[1:])
-
-    def _step(self, held: list[Any], optimizers: list[torch.optim.Optimizer]) -> Named:
-        for parameter in self.held:
-            parameter.grad = None
-        for parameter in held:
-            if parameter.requires_grad:
-                parameter.grad = 2 * parameter.detach()
-        for optimizer in optimizers:
-            optimizer.step()
+    def _step(self, updates: Callable[[int], bool]) -> Named:
+        """Turn the sign of these weights, as far as they are trained, through the optimizers."""
+        for number, parameter in enumerate(self.held):
+            is_due = updates(number) and parameter.requires_grad
+            parameter.grad = 2 * parameter.detach() if is_due else None
+        for number, optimizer in enumerate(self.optimizers):
+            if updates(number):
+                optimizer.step()
         for optimizer in self.optimizers:
             optimizer.zero_grad()
         return self.full()
@@ -200,88 +184,30 @@ class OnRank(Machine):
         batch = self.toy.batch(SEED, rank=self.ctx.rank, micro=int(micro))
         inputs = batch.to(self.ctx.device, self.scene.weights)
         flags = flags_of(self.scene, self.ctx.rank, micro)
-        model, read = self.called, OUTPUTS[self.scene.word("output")][1]
-        if self.scene.word("entrance") == "method":
-            model = self.wrapped.compute
-        if self.scene.word("entrance") == "keyword":
-            named = dict(zip(("use",), flags, strict=False))
-            return read(model(x=inputs, **named))  # type: ignore[no-any-return]  # a tensor
-        if self.scene.word("entrance") == "all-again":
-            return _recomputing(lambda *args: _times_one(read(model(*args))))(inputs, *flags)  # type: ignore[no-any-return]  # a tensor
-        return read(model(inputs, *flags))  # type: ignore[no-any-return]  # a tensor
+        entrance, read = self.scene.word("entrance"), OUTPUTS[self.scene.word("output")][1]
+        model = self.wrapped.compute if entrance == "method" else self.called
+        named = dict(zip(("use",), flags, strict=False))
+        found: torch.Tensor
+        if entrance == "keyword":
+            found = read(model(x=inputs, **named))
+        elif entrance == "all-again":
+            found = _recomputing(lambda *args: _times_one(read(model(*args))))(inputs, *flags)
+        else:
+            found = read(model(inputs, *flags))
+        return found
 
     def loss(self, *micros: str) -> Any:
         """Return the sum of the losses of these micro-batches."""
         return len(self.peers) * sum(sum_of_squares(self.output(micro)) for micro in micros)
 
-    def backward(self, *micros: str) -> Gradients:
-        self.loss(*micros).backward()
-        self.finish_backward()
-        return self.gradients()
-
-    both = backward
-
     def beside(self, micro: str) -> Gradients:
-        other = type(self)(self.ctx, self.subject, Scene.of("even"))
+        other = type(self)(self.ctx, self.subject, "even")
         (self.loss(micro) + other.loss(micro)).backward()
         other.finish_backward()
         self.finish_backward()
         return self.gradients() | {f"other {n}": g for n, g in other.gradients().items()}
 
-    def begun(self, micro: str) -> None:
-        self.loss(micro).backward()
-
-    def several(self, one: str, other: str) -> Gradients:
-        self.begun(one)
-        return self.backward(other)
-
-    def twice(self, micro: str) -> Gradients:
-        loss = self.loss(micro)
-        loss.backward(retain_graph=True)
-        loss.backward()
-        self.finish_backward()
-        return self.gradients()
-
-    def accumulate(self, micro: str) -> None:
-        with self.quietly():
-            self.loss(micro).backward()
-
-    locally = accumulate
-
     def local(self) -> Gradients:
-        return self.gradients()
-
-    def nested(self, one: str, other: str) -> None:
-        with self.quietly():
-            with contextlib.suppress(PlantedError), self.quietly():
-                self.loss(one).backward()
-                if int(one) % 2:
-                    raise PlantedError
-            self.loss(other).backward()
-
-    def prepared(self, one: str, other: str) -> None:
-        windows = [self.ctx.impl.no_sync(self.wrapped) for _ in range(2)]
-        for window, micro in zip(windows, (one, other), strict=True):
-            with window:
-                self.loss(micro).backward()
-
-    def leave(self) -> None:
-        with contextlib.suppress(PlantedError), self.quietly():
-            raise PlantedError
-
-    def forward(self, micro: str) -> None:
-        self.losses = self.loss(micro)
-
-    def pending(self) -> Gradients:
-        self.losses.backward()
-        self.losses = None
-        self.finish_backward()
-        return self.gradients()
-
-    resumed = pending
-
-    def finish(self) -> Gradients:
-        self.finish_backward()
         return self.gradients()
 
     def zero_grad(self, how: str) -> None:
@@ -312,10 +238,6 @@ class OnRank(Machine):
         self.wrapped.train(self.scene["mode"])
         return found
 
-    def aside(self, micro: str) -> Named:
-        with self.quietly():
-            return self.evaluate(micro)
-
     def infer(self, micro: str) -> Named:
         with torch.inference_mode():
             found = self.output(micro)
@@ -326,18 +248,15 @@ class OnRank(Machine):
         return {"output": exact(self.output(micro))}
 
     def fails(self, micro: str, layer: str) -> None:
-        called = [part for name, part in leaves_by_name(self.module) if "unused" not in name]
+        called = [part for name, part in leaves(self.module).items() if "unused" not in name]
         with failing(chosen(called or [self.module], layer)):
             self.loss(micro)
 
     def fails_backward(self, micro: str, layer: str) -> None:
-        def fail(gradient: torch.Tensor) -> None:
-            raise PlantedError
-
         outputs: list[torch.Tensor] = []
         handles = [
             part.register_forward_hook(lambda part, args, y: outputs.append(y))
-            for part in leaves(self.module)
+            for part in leaves(self.module).values()
         ]
         loss = self.loss(micro)
         for handle in handles:
@@ -386,7 +305,7 @@ class OnRank(Machine):
 
     def another_lives(self) -> None:
         """Another model is wrapped, trained for a step and dropped."""
-        other = type(self)(self.ctx, self.subject, Scene.of("even"))
+        other = type(self)(self.ctx, self.subject, "even")
         other.backward("3")
         other.step()
 
@@ -406,14 +325,9 @@ def copy_of(tensor: Any) -> Any:
     return Piece.of(tensor) if hasattr(tensor, "placements") else exact(tensor)
 
 
-def leaves_by_name(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return the modules that have no children, below the module."""
-    return [(n, part) for n, part in module.named_modules() if n and not [*part.children()]]
-
-
-def leaves(module: nn.Module) -> list[nn.Module]:
-    """Return the same without their names."""
-    return [part for _, part in leaves_by_name(module)]
+def leaves(module: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules that have no children, below the module, by name."""
+    return {n: part for n, part in module.named_modules() if n and not [*part.children()]}
 
 
 @cache

@@ -29,12 +29,11 @@ class Late:
 
     y: torch.Tensor = field(init=False)
 
-    @classmethod
-    def of(cls, y: torch.Tensor) -> Late:
-        """Return it with this field."""
-        found = cls()
-        found.y = y
-        return found
+
+def _late(y: torch.Tensor) -> Late:
+    found = Late()
+    found.y = y
+    return found
 
 
 OUTPUTS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
@@ -44,6 +43,6 @@ OUTPUTS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     "second-of-two": (lambda y: (y.detach(), [y, None]), lambda found: found[1][0]),
     "in-a-named-tuple": (lambda y: Pair(y, ""), lambda found: found.y),
     "in-a-dataclass": (Found, lambda found: found.y),
-    "in-a-late-field": (Late.of, lambda found: found.y),
+    "in-a-late-field": (_late, lambda found: found.y),
     "written-to": (lambda y: y, lambda found: found.mul_(1)),
 }

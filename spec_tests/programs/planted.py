@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Iterator
+from typing import NoReturn
 
 from torch import nn
 
@@ -13,12 +14,14 @@ class PlantedError(Exception):
     """What an interrupted pass or closure raises."""
 
 
+def fail(*_: object) -> NoReturn:
+    """Raise it: a hook."""
+    raise PlantedError
+
+
 @contextlib.contextmanager
 def failing(part: nn.Module, *, prepend: bool = False) -> Iterator[None]:
     """The forward of `part` raises, with `prepend` before its hooks; the trainer catches that."""
-
-    def fail(*_: object) -> None:
-        raise PlantedError
 
     handle = part.register_forward_pre_hook(fail, prepend=prepend)
     with contextlib.suppress(PlantedError):

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from spec_tests.programs.optimizers import FUSED, SGD, AsIs, Counting, Hooked, dealt, with_options
-from spec_tests.rig.outcomes import LEVELS
+from spec_tests.rig.outcomes import is_within
 from spec_tests.rig.toys import TOYS
 
 HALF, BRAIN, FLOAT, DOUBLE = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -44,9 +44,14 @@ class Word:
     of: tuple[str, ...] = ()
     is_drawn: bool = True
 
+    def fits(self, subject: str, size: int, toy: str) -> bool:
+        """Return whether a function has it, on so many ranks and with this toy."""
+        named = ((self.of, subject), (self.sizes, size), (self.toys, toy))
+        return all(not known or one in known for known, one in named)
+
     def is_drawn_at(self, level: str) -> bool:
         """Return whether the generator has it at this level."""
-        return self.is_drawn and LEVELS.index(self.level) <= LEVELS.index(level)
+        return self.is_drawn and is_within(self.level, level)
 
 
 def toy(name: str, use: Sequence[str] = (), *, by_rank: bool = False, **word: Any) -> Word:
@@ -67,6 +72,7 @@ STEPPED = ("stack", "even", "mlp", "ragged", "tied", "conv", "strided", "gapped"
 ALL_USED = ("stack", "even", "mlp", "ragged", "conv", "strided", "narrow")
 WITH_BUFFERS = ("stack", "even", "mlp", "tied", "conv", "strided", "unused")
 COMPILED = ("even",)  # a compiler takes its time
+SMALL_BUCKET_MB = 32 * 4 / 2**20
 REACH = {HALF: 64, BRAIN: 8}
 """`Toy.reach` of the toy 'narrow' in dtypes of few bits."""
 
@@ -198,7 +204,7 @@ AXES: Mapping[str, Mapping[str, Word]] = {
     "entrance": {
         "forward": Word(),
         "keyword": Word(),
-        "method": Word(),
+        "method": Word(of=SHARDS),
         # `checkpoint` inside the layers, around each, or around all: then hooks run again too.
         "recomputed": Word(level="production", refusable=WHOLE),
         "called-again": Word(level="production", refusable=WHOLE),
@@ -255,8 +261,9 @@ AXES: Mapping[str, Mapping[str, Word]] = {
     "micro-batches": {"of-one": Word(1), "of-two": Word(2), "of-three": Word(3)}
     | {"of-four": Word(4, is_drawn=False)},
     "clipping": {"unclipped": Word(), "clipped": Word(0.5), "hardly-clipped": Word(8.0)},
+    # So small that every toy needs several.
     "bucket": {
-        "small": Word(32 * 4 / 2**20),
+        "small": Word(SMALL_BUCKET_MB),
         "tiny": Word(4 / 2**20),
         "one": Word(1.0),
         "of-a-branch": Word(15 * 4 / 2**20),  # two branches have equal sizes, and can be mixed up
@@ -286,7 +293,6 @@ AXES_OF: Mapping[str, tuple[str, ...]] = {
 }
 """The axes of each function of the contract."""
 
-_NOT_OF = dict.fromkeys(REPLICAS + WHOLE, ("method",))
 _ORDINARY = tuple(next(iter(words)) for words in AXES.values())
 _PLACE = {axis: place for place, axis in enumerate(AXES)}
 
@@ -304,12 +310,14 @@ class Scene:
     words: tuple[str, ...] = _ORDINARY
 
     @classmethod
-    def of(cls, text: str = "") -> Scene:
+    def of(cls, text: str | Scene = "") -> Scene:
         """Return the scene with these words, and the ordinary word on every other axis.
 
         Raises:
             ValueError: A word belongs to no axis, or two words belong to one axis.
         """
+        if isinstance(text, Scene):
+            return text
         said: dict[str, str] = {}
         for word in text.split():
             axis = AXIS_OF.get(word)
@@ -356,30 +364,20 @@ class Scene:
         """Return whether an error is as good as the right answer."""
         return any(subject in word.refusable for word in self.said())
 
-    def level(self) -> str:
-        """Return the highest level of its words."""
-        return max((word.level for word in self.said()), key=LEVELS.index)
-
     def exists(self, subject: str, size: int) -> bool:
         """Return whether so many ranks can build it, and its words go together."""
-        axes = {AXIS_OF[word] for word in str(self).split()}
+        toy, axes = self.word("toy"), {AXIS_OF[word] for word in str(self).split()}
         if subject == "ddp":  # which takes no size of a bucket: the word says nothing there
             axes.discard("bucket")
-        if any(subject not in (word.of or (subject,)) for word in self.said()):
-            return False
-        if subject in OPTIMIZER and not self._is_stepped():
-            return False
-        if subject in TRAINERS and not self._is_trained():
-            return False
-        if not axes <= {*AXES_OF[subject]} or {*_NOT_OF.get(subject, ())} & {*self.words}:
-            return False
-        if not all(size in (word.sizes or (size,)) for word in self.said()):
-            return False
-        if not all(self.word("toy") in (word.toys or AXES["toy"]) for word in self.said()):
-            return False
-        if self["toy"][2] and not self._meets(subject):
-            return False
-        return self.most(size) >= 1 and self._goes_together()
+        return (
+            axes <= {*AXES_OF[subject]}
+            and all(word.fits(subject, size, toy) for word in self.said())
+            and (subject not in OPTIMIZER or self._is_stepped())
+            and (subject not in TRAINERS or self._is_trained())
+            and (not self["toy"][2] or self._meets(subject))
+            and self.most(size) >= 1
+            and self._goes_together()
+        )
 
     def _meets(self, subject: str) -> bool:
         """Whether ranks that use other branches gather and reduce the same."""
@@ -413,24 +411,23 @@ class Scene:
         return self.word("moments") in smooth and grouped and toy not in (TWO_DTYPES, MIXED)
 
     def _goes_together(self) -> bool:
-        if self.frozen() is None:
-            return False
-        is_narrow = self["weights"] in (HALF, BRAIN)
-        if self.word("weights") != "float32" and self["precision"]:
-            return False  # rounded twice
-        if self.weights is None and (self.word("weights") != "float32" or self["precision"]):
-            return False  # it has dtypes of its own
-        if self.word("built") == "on-meta" and (self.word("toy") == "tied" or self["buffers"]):
-            return False  # `to_empty` unties, and nobody fills a buffer
-        if self["buffers"] and self.word("entrance") == "all-again":
-            return False  # what is recomputed changes them once more
-        if self.word("reshard") == "in-part" and self.word("mesh") == "replicas":
-            return False  # one rank shards: there is no part
-        if self["ignored"] and not self._goes_with_ignored():
-            return False
-        if self["group"] and (self["mesh"] or self.word("reshard") == "in-part"):
-            return False  # a group is a line, and its ranks have no parts
-        return not (is_narrow and self.word("optimizer") == "fused")  # its numbers end at 2**16
+        is_cast, is_narrow = self.word("weights") != "float32", self["weights"] in (HALF, BRAIN)
+        is_tied, is_on_meta = self.word("toy") == "tied", self.word("built") == "on-meta"
+        is_in_part = self.word("reshard") == "in-part"
+        return self.frozen() is not None and not (
+            (is_cast and self["precision"])  # rounded twice
+            or (self.weights is None and (is_cast or self["precision"]))  # it has dtypes of its own
+            # `to_empty` unties, and nobody fills a buffer.
+            or (is_on_meta and (is_tied or self["buffers"]))
+            # What is recomputed changes them once more.
+            or (self["buffers"] and self.word("entrance") == "all-again")
+            # One rank shards: there is no part.
+            or (is_in_part and self.word("mesh") == "replicas")
+            or (self["ignored"] and not self._goes_with_ignored())
+            # A group is a line, and its ranks have no parts.
+            or (self["group"] and (self["mesh"] or is_in_part))
+            or (is_narrow and self.word("optimizer") == "fused")  # its numbers end at 2**16
+        )
 
     def _goes_with_ignored(self) -> bool:
         """Whether plain tensors may be beside shards: no list has both, and no input is cast."""

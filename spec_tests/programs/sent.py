@@ -30,7 +30,7 @@ from spec_tests.programs.scene import REPLICAS, SHARDS, STEPPED, Scene
 from spec_tests.programs.units import lists_of, parameters_of_units
 from spec_tests.rig import judge
 from spec_tests.rig.judge.oracle import parameters
-from spec_tests.rig.ranks.recorder import Kind, Log
+from spec_tests.rig.ranks.recorder import Log
 from spec_tests.rig.toys import TOYS
 
 WITHIN = {
@@ -86,19 +86,13 @@ def counted(log: Log, size: int) -> dict[str, Any]:
     "issued" counts what another thread has sent.
     """
     rest = traffic.without_gathers(log).collectives()
-    received = _bytes(log, Kind.RECEIVE)
-    own = received // (size - 1) if received else 0
     return {
-        "bytes gathered": _bytes(log, *traffic.GATHERS) + own,
-        "bytes reduced": _bytes(log, *traffic.REDUCTIONS),
+        "bytes gathered": traffic.gathered(log, size, traffic.in_bytes),
+        "bytes reduced": traffic.in_bytes(log, *traffic.REDUCTIONS),
         "gathers": traffic.messages(log, size, *traffic.GATHERS),
         "besides": [str(event) for event in rest],
         "issued": log.issued,
     }
-
-
-def _bytes(log: Log, *kinds: Kind) -> int:
-    return sum(e.bytes for e in log.collectives(*kinds) if traffic.volume(Log((e,), 0), *kinds))
 
 
 def due(scene: Scene, subject: str, size: int, rank: int, frozen: frozenset[int]) -> dict[str, int]:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from spec_tests.programs import law
-from spec_tests.programs.calls import Program, after
+from spec_tests.programs.calls import Program
 from spec_tests.programs.scene import Scene
 from spec_tests.rig.judge import Violation
-from spec_tests.rig.ranks.errors import RankRaised
+from spec_tests.rig.ranks.errors import RankDied, RankHung, RankRaised
 
+FAILURES: Any = (Violation, RankRaised, RankDied, RankHung)
+"""What a situation may come to, beside what was not offered and errors of the suite."""
 _NUMBER = re.compile(r"\d+")
 
 
@@ -36,6 +39,7 @@ def smallest(
     size: int,
     is_avoided: Callable[[str], bool],
     tries: int = 120,
+    costly: int = 16,
 ) -> tuple[str, Exception]:
     """Return the smallest situation found that fails as this one does, and how it fails.
 
@@ -43,18 +47,19 @@ def smallest(
         judged: what a situation comes to; None if it holds.
         is_avoided: whether a declared deviation speaks of a situation.
         tries: situations that are judged at most.
+        costly: of these, such as may die or hang, which costs seconds: the ranks start anew.
     """
     cause, scene_and_program = cause_of(failure), law.read(line)
     while True:
         for scene, program in _smaller(*scene_and_program):
             shorter = law.written(scene, program)
-            is_legal = scene.exists(subject, size) and after(program, scene, subject, size)
-            if not is_legal or is_avoided(shorter):
+            if not law.is_legal(scene, program, subject, size) or is_avoided(shorter):
                 continue
-            tries -= 1
-            if tries < 0:
+            if tries == 0 or costly == 0:
                 return law.written(*scene_and_program), failure
             found = judged(shorter)
+            tries -= 1
+            costly -= isinstance(found, (RankDied, RankHung))
             if found is not None and cause_of(found) == cause:
                 scene_and_program, failure = (scene, program), found
                 break

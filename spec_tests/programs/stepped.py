@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,13 +26,27 @@ from spec_tests.rig.toys import TOYS, integers
 
 ADDED = 2.0
 """The weights of a group that is added."""
+FAULTS = {
+    "deaf": "a change of `param_groups` is not followed: the inner optimizer has its own options",
+    "keeps-state": "a load keeps the state of what the loaded dict has no state for",
+    "fills": "weight decay or momentum was applied to a parameter without a gradient",
+    "copies": "a copy of the weights was updated, and put over what had been written to them",
+    "forgets": "the state was not loaded: training goes on with what it held before",
+}
+"""What wrong ones do, by name."""
 
 
 class Stepped(Machine):
-    """A toy's parameters with an optimizer over them; here the plain one, which is the oracle."""
+    """A toy's parameters with an optimizer over them; here the plain one, which is the oracle.
 
-    def __init__(self, scene: Scene) -> None:
-        self.scene = scene
+    Args:
+        fault: a wrong way that has a name, see `FAULTS`.
+    """
+
+    copies: Sequence[torch.Tensor] = ()
+
+    def __init__(self, scene: Scene | str, fault: str = "") -> None:
+        self.scene, self.fault = (scene := Scene.of(scene)), fault
         module = TOYS[scene["toy"][0]].build(SEED).to(scene.weights)
         self.parameters = dict(module.named_parameters())
         held = self.held = list(self.parameters.values())
@@ -64,7 +79,14 @@ class Stepped(Machine):
                 parameter.grad = torch.empty_like(parameter, requires_grad=False).copy_(values)
 
     def update(self) -> Named:
+        for parameter in self.parameters.values() if self.fault == "fills" else ():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        for parameter, copied in zip(self.held, self.copies, strict=False):
+            parameter.data.copy_(copied)
         self.optimizer.step()
+        if self.fault == "copies":
+            self.copies = [parameter.detach().clone() for parameter in self.held]
         return self.weights()
 
     def closure(self, micro: str, does: str) -> Named:
@@ -81,13 +103,15 @@ class Stepped(Machine):
         return self.weights()
 
     def rate(self, factor: str) -> None:
+        if self.fault == "deaf":
+            return
         first: dict[str, Any] = next(iter(self.optimizer.param_groups), {})
         if "lr" not in first:
             raise LookupError(f"expected a rate in param_groups[0]['lr'], got keys {[*first]}")
         first["lr"] *= float(factor)
 
     def decay(self) -> None:
-        for group in self.optimizer.param_groups:
+        for group in self.optimizer.param_groups if self.fault != "deaf" else ():
             group["weight_decay"] = 0.25
 
     def add_group(self) -> None:
@@ -119,82 +143,22 @@ class Stepped(Machine):
     @torch.no_grad()
     def load(self, how: str) -> Named:
         weights, state = self.saved
+        kept = dict(self.optimizer.state) if self.fault == "keeps-state" else {}
         for name, value in weights.items():
             self.parameters[name].copy_(value)
-        if len(state["param_groups"]) == len(self.optimizer.param_groups):  # none was added since
+        has_grown = len(state["param_groups"]) != len(self.optimizer.param_groups)
+        if not has_grown and self.fault != "forgets":
             self.optimizer.load_state_dict(state)
-        return self.weights()
-
-
-class Deaf(Stepped):
-    """A wrong one: what is written into `param_groups` changes nothing."""
-
-    def rate(self, factor: str) -> None:
-        """Leave the rate as it is."""
-
-    def decay(self) -> None:
-        """Leave the weight decay as it is."""
-
-
-class Merging(Stepped):
-    """A wrong one: a load leaves state where the loaded dict has none."""
-
-    def load(self, how: str) -> Named:
-        before = dict(self.optimizer.state)
-        found = super().load(how)
-        for parameter, entry in before.items():
+        for parameter, entry in kept.items():
             self.optimizer.state.setdefault(parameter, entry)
-        return found
-
-
-class Copying(Stepped):
-    """A wrong one: it steps from copies of the weights that it made after its last step."""
-
-    copies: list[torch.Tensor] | None = None
-
-    def update(self) -> Named:
-        for parameter, copied in zip(self.held, self.copies or self.held, strict=True):
-            parameter.data.copy_(copied)
-        found = super().update()
-        self.copies = [parameter.detach().clone() for parameter in self.held]
-        return found
-
-
-class Filling(Stepped):
-    """A wrong one: a parameter without a gradient gets zeros, as in one flat tensor."""
-
-    def update(self) -> Named:
-        for parameter in self.parameters.values():
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        return super().update()
-
-
-WRONG: dict[str, type[Stepped]] = {
-    "a change of `param_groups` is not followed: the inner optimizer has its own options": Deaf,
-    "a load keeps the state of what the loaded dict has no state for": Merging,
-    "weight decay or momentum was applied to a parameter without a gradient": Filling,
-    "a copy of the weights was updated, and put over what had been written to them": Copying,
-}
-"""Wrong ones by what they mean."""
-
-
-class Forgetful(Stepped):
-    """A wrong one: a load brings the weights alone."""
-
-    @torch.no_grad()
-    def load(self, how: str) -> Named:
-        for name, value in self.saved[0].items():
-            self.parameters[name].copy_(value)
         return self.weights()
 
 
 class Divided(Stepped):
     """The same with the implementation's sharded optimizer, on a rank."""
 
-    def __init__(self, ctx: Context, scene: Scene) -> None:
-        self.ctx = ctx
-        groups = scene["group"]
+    def __init__(self, ctx: Context, scene: Scene | str) -> None:
+        self.ctx, groups = ctx, Scene.of(scene)["group"]
         self.group = ctx.split(groups) if groups else None
         super().__init__(scene)
 
@@ -207,6 +171,6 @@ class Divided(Stepped):
 
     def another_lives(self) -> None:
         """Another model gets a sharded optimizer, is trained for a step and dropped."""
-        other = Divided(self.ctx, Scene.of("mlp adam"))
+        other = Divided(self.ctx, "mlp adam")
         other.deal("3", "all")
         other.update()

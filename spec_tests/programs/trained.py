@@ -169,7 +169,7 @@ class OnRank(Run):
         plus: int = 0,
         **options: Any,
     ) -> None:
-        scene = Scene.of(scene) if isinstance(scene, str) else scene
+        scene = Scene.of(scene)
         self.ctx, self.subject, self.device = ctx, subject, ctx.device
         group = ctx.split(scene["group"]) if scene["group"] else None
         self.folder = f"{folder}/{scene.peers(ctx.world_size, ctx.rank)[0]}"
@@ -259,7 +259,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def follow(
-    ctx: Context, subject: str, scene: Scene, program: Program, folder: str = "", **options: Any
+    ctx: Context, subject: str, scene: Scene, program: Any, folder: str = "", **options: Any
 ) -> dict[str, Any]:
     """Return what each call shows, and what the trainer declares (rank body).
 
@@ -270,20 +270,13 @@ def follow(
     return {"seen": seen, "declares": rank.declares, "instead": rank.instead}
 
 
-def alone(
-    scene: Scene,
-    program: Program,
-    size: int,
-    rank: int,
-    declares: dict[str, Any],
-    fault: str = "",
-    *,
-    plus: int = 0,
-) -> Shown:
-    """Return what a rank should see; `plus` as in `OnRank`."""
+def one_process(
+    scene: Scene, size: int, rank: int, declares: dict[str, Any], fault: str = "", plus: int = 0
+) -> Run:
+    """Return the run that shows what a rank should see; `plus` as in `OnRank`."""
     peers = scene.peers(size, rank)
-    trainer = OneProcess(scene, len(peers), peers.index(rank), declares, fault, plus=plus)
-    return Run(trainer, scene, trainer.module, peers, rank).follow(program)
+    trainer = OneProcess(scene, len(peers), peers.index(rank), declares, fault, plus)
+    return Run(trainer, scene, trainer.module, peers, rank)
 
 
 def within(scene: Scene, steps: int) -> Tolerance:
@@ -320,11 +313,11 @@ def judge_trained(
             )
 
     def world(fault: str = "") -> list[Shown]:
-        def compute() -> list[Shown]:
-            given = (declares, fault)
-            return [alone(scene, program, size, rank, *given, plus=plus) for rank in range(size)]
-
-        return once(("trained", str(scene), program, size, str(declares), fault, plus), compute)
+        given = declares, fault, plus
+        return once(
+            ("trained", str(scene), program, size, str(given)),
+            lambda: [one_process(scene, size, n, *given).follow(program) for n in range(size)],
+        )
 
     def at(number: int, fault: str = "") -> list[Named]:
         return [rank[number][1] for rank in world(fault)]

@@ -12,20 +12,53 @@ import torch.distributed as dist
 from torch import nn
 
 from spec_tests.programs.alone import SEED, shape_of
-from spec_tests.programs.calls import Program
+from spec_tests.programs.calls import Program, parsed
 from spec_tests.programs.machine import Watching
 from spec_tests.programs.on_ranks import OnRank
 from spec_tests.programs.pieces import exact
+from spec_tests.programs.scene import SMALL_BUCKET_MB, Scene
 from spec_tests.programs.units import having, lists_of, parameters_of_units
 from spec_tests.rig.judge.oracle import Gradients, Named
+from spec_tests.rig.ranks.rank import Context
 from spec_tests.rig.target import NotOfferedError
 
 NUMBERED = ("freeze", "thaw", "step_one")
 """Calls that concern a parameter by its number."""
 
 
+def replicated(
+    ctx: Context,
+    subject: str,
+    module: nn.Module,
+    *,
+    bucket_size_mb: float = SMALL_BUCKET_MB,
+    process_group: dist.ProcessGroup | None = None,
+) -> Any:
+    """Wrap a module with `ddp` or `ddp_bucketed`."""
+    # Left out where it is the default: whoever knows no groups fails in the clauses on groups only.
+    options: dict[str, Any] = {} if process_group is None else {"process_group": process_group}
+    if subject == "ddp_bucketed":
+        options["bucket_size_mb"] = bucket_size_mb
+    return getattr(ctx.impl, subject)(module, **options)
+
+
 class Replicas(OnRank):
-    """`ddp` and `ddp_bucketed`: gradients are read from the Parameters of before wrapping."""
+    """`ddp` and `ddp_bucketed`: gradients are read from the Parameters of before wrapping.
+
+    Args:
+        bucket_size_mb: in place of the scene's.
+    """
+
+    def __init__(
+        self,
+        ctx: Context,
+        subject: str,
+        scene: Scene | str,
+        bucket_size_mb: float = 0.0,
+        **compiling: Any,
+    ) -> None:
+        self.bucket_size_mb = bucket_size_mb or Scene.of(scene)["bucket"]
+        super().__init__(ctx, subject, scene, **compiling)
 
     def _built(self) -> nn.Module:
         seed = SEED + self.ctx.rank * self.scene["seeds"]
@@ -33,10 +66,8 @@ class Replicas(OnRank):
 
     def wrap(self) -> Any:
         self.plain = list(self.module.parameters())
-        options = {} if self.group is None else {"process_group": self.group}
-        if self.subject == "ddp_bucketed":
-            options["bucket_size_mb"] = self.scene["bucket"]
-        return getattr(self.ctx.impl, self.subject)(self.module, **options)
+        options: Any = {"bucket_size_mb": self.bucket_size_mb, "process_group": self.group}
+        return replicated(self.ctx, self.subject, self.module, **options)
 
     def directly(self, micro: str) -> Gradients:
         called, self.called = self.called, self.module
@@ -90,8 +121,8 @@ class Whole(OnRank):
         names = enumerate(self.names)
         return [n for n, name in names if name in after and (after[name] != before[name]).any()]
 
-    def follow(self, program: Program, watching: Watching = contextlib.nullcontext) -> Any:
-        numbered = [c for c in program if c[0] in NUMBERED or c[1:] == ("one-parameter",)]
+    def follow(self, program: Program | str, watching: Watching = contextlib.nullcontext) -> Any:
+        numbered = [c for c in parsed(program) if c[0] in NUMBERED or c[1:] == ("one-parameter",)]
         if self.packs and (numbered or self.optimizers[1:]):
             raise NotOfferedError("not offered: a parameter for each of the plain model's")
         return super().follow(program, watching)

@@ -11,19 +11,19 @@ BEFORE_A_FINISH = ("evaluate", "evaluate_apart", "infer", "finish")
 WORDS: dict[str, dict[str, tuple[tuple[str, ...], str]]] = {
     # word: the functions that have it, its level
     "how": {
-        "none": (REPLICAS + SHARDS + WHOLE + OPTIMIZER, "correct"),
-        "zero": (REPLICAS + SHARDS + WHOLE + OPTIMIZER, "correct"),
+        "none": (EVERY, "correct"),
+        "zero": (EVERY, "correct"),
         "of-the-model": (REPLICAS + SHARDS, "production"),
     },
     "order": dict.fromkeys(("two", "largest"), (REPLICAS + SHARDS, "correct")),
-    "which": dict.fromkeys(("first", "second"), (REPLICAS + SHARDS + WHOLE, "correct")),
+    "which": dict.fromkeys(("first", "second"), (MODELS, "correct")),
     "layer": dict.fromkeys(("first", "middle", "last"), (MODELS + TRAINERS, "correct")),
     "flag": dict.fromkeys(("True", "False"), (SHARDS, "correct")),
     "at_once": {"now": (SHARDS, "correct"), "in-flight": (SHARDS, "production")},
     "where": {
-        "parameters": (REPLICAS + SHARDS + WHOLE + OPTIMIZER, "correct"),
+        "parameters": (EVERY, "correct"),
         "local-tensors": (SHARDS, "correct"),
-        "one-parameter": (REPLICAS + SHARDS + WHOLE + OPTIMIZER, "correct"),
+        "one-parameter": (EVERY, "correct"),
         "elsewhere": (OPTIMIZER, "correct"),  # to memory of its own, which it then has
     },
     "number": dict.fromkeys(("0", "1", "2"), (SHARDS + WHOLE + OPTIMIZER + TRAINERS, "correct"))

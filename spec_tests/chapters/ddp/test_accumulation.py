@@ -12,11 +12,11 @@ and drifts. The contract therefore wants both inside, and the clauses place them
 
 from __future__ import annotations
 
-from spec_tests.chapters.ddp.replica import DDP
 from spec_tests.programs.law import same_as_alone
+from spec_tests.programs.scene import REPLICAS
 from spec_tests.rig.clause import clauses, rows
 
-clause = clauses(judges=DDP, needs=("no_sync",), level="correct", worlds=(2, 3))
+clause = clauses(judges=REPLICAS, needs=("no_sync",), level="correct", worlds=(2, 3))
 holds = rows(clause, same_as_alone)
 NO_SYNC = "DistributedDataParallel.no_sync; Li et al. 2020, section 3.2.4"
 

@@ -5,11 +5,12 @@ What goes wrong is in the head of `programs/laws/compiled.py`.
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
-from spec_tests.chapters.ddp.replica import Replica
-from spec_tests.programs.calls import parsed
 from spec_tests.programs.laws import compiled
+from spec_tests.programs.ways import Replicas
 from spec_tests.rig.clause import clauses
 
 clause = clauses(
@@ -21,28 +22,11 @@ clause = clauses(
 )
 
 
-class Compiled(Replica):
-    """A replicated toy that is compiled."""
-
-    def __init__(self, ctx, subject, scene, how=""):  # type: ignore[no-untyped-def]  # a body
-        self.how = how
-        # PyTorch cuts graphs at buckets, and asserts that these are no less than 1 MiB.
-        super().__init__(ctx, subject, scene, bucket_size_mb=2.0)
-        self.called = self.wrapped if self.whole is None else self.whole
-
-    def wrap(self):
-        wrapped, self.whole = compiled.wrapped(self.module, super().wrap, [""], self.how)
-        return wrapped
-
-
 def gradients(ctx, subject, scene, how):
     """Gradients after the calls, eager and compiled, and how many graphs there were."""
-    found = []
-    for each in ("", how):
-        replica = Compiled(ctx, subject, scene, each)
-        replica.follow(parsed(compiled.CALLS))
-        found.append(replica.gradients())
-    return *found, compiled.num_graphs()
+    # PyTorch cuts graphs at buckets, and asserts that these are no less than 1 MiB.
+    make = partial(Replicas, ctx, subject, scene, bucket_size_mb=2.0, parts=[""])
+    return compiled.gradients(make, how)
 
 
 SCENES = {"mlp": "mlp", "frozen": "mlp not-the-ends"}

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import pytest
 
-from spec_tests.chapters.ddp.replica import SEED, Replica, wrap
+from spec_tests.programs.alone import SEED
 from spec_tests.programs.law import same_as_alone
+from spec_tests.programs.ways import Replicas, replicated
 from spec_tests.rig import judge
 from spec_tests.rig.clause import clauses, rows
 from spec_tests.rig.judge import oracle
@@ -51,7 +52,7 @@ test_parts_of_larger_tensors = holds(
 def buffers(ctx, subject, toy, groups=()):
     """Buffers after wrapping, with another seed per rank, in these groups or in the world."""
     module = TOYS[toy].build(SEED + ctx.rank).to(ctx.device)
-    wrap(ctx, subject, module, process_group=ctx.split(groups) if groups else None)
+    replicated(ctx, subject, module, process_group=ctx.split(groups) if groups else None)
     return dict(module.named_buffers())
 
 
@@ -82,7 +83,7 @@ def test_every_rank_starts_from_the_first_ranks_buffers(world, subject, toy):
 def trained(ctx, subject, toy):
     """Whether each parameter requires gradients after wrapping."""
     module = TOYS[toy].build(SEED).to(ctx.device)
-    wrap(ctx, subject, module)
+    replicated(ctx, subject, module)
     return {name: p.requires_grad for name, p in module.named_parameters()}
 
 
@@ -107,7 +108,7 @@ test_forward_is_unchanged = holds(
 
 def hooks_that_run(ctx, subject):
     """The hooks of the original that a forward of the wrapper runs, in order."""
-    replica, found = Replica(ctx, subject, "mlp"), []
+    replica, found = Replicas(ctx, subject, "mlp"), []
     replica.module.register_forward_pre_hook(lambda *_: found.append("before"))
     replica.module.register_forward_hook(lambda *_: found.append("after"))
     replica.loss("0")
@@ -132,7 +133,7 @@ def test_a_forward_runs_the_hooks_of_the_module(world, subject):
 
 def as_module(ctx, subject):
     """Whether the wrapper passes on parameters and modes, as a user of modules relies on."""
-    replica = Replica(ctx, subject, "mlp")
+    replica = Replicas(ctx, subject, "mlp")
     own, seen = replica.plain, list(replica.wrapped.parameters())
     replica.wrapped.eval()
     was_training = replica.module.training

@@ -13,17 +13,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spec_tests.chapters.ddp.replica import DDP, SEED, SMALL_BUCKET_MB, Replica, wrap
-from spec_tests.programs.calls import parsed
+from spec_tests.programs.alone import SEED
 from spec_tests.programs.law import follow, judge_values, same_as_alone
-from spec_tests.programs.laws import equivalence, refusal
+from spec_tests.programs.laws import refusal
+from spec_tests.programs.scene import REPLICAS, SMALL_BUCKET_MB
+from spec_tests.programs.ways import Replicas, replicated
 from spec_tests.rig import judge, strategies
 from spec_tests.rig.clause import clauses, rows
-from spec_tests.rig.judge.oracle import parameters
+from spec_tests.rig.judge import oracle
 from spec_tests.rig.judge.symptoms import Hint
-from spec_tests.rig.toys import with_smallest_gradient
+from spec_tests.rig.toys import TOYS, with_smallest_gradient
 
-clause = clauses(judges=DDP, level="correct", worlds=(2, 3))
+clause = clauses(judges=REPLICAS, level="correct", worlds=(2, 3))
 holds = rows(clause, same_as_alone)
 PAPER = "Li et al. 2020, section 3.2.1"
 
@@ -91,7 +92,7 @@ LARGE = 60000.0
 def mean_of_large_gradients(ctx, subject):
     """A mean gradient that float16 holds, of gradients whose sum it does not."""
     module = torch.nn.Linear(4, 3, bias=False).to(ctx.device, torch.float16)
-    wrapped = wrap(ctx, subject, module)
+    wrapped = replicated(ctx, subject, module)
     ones = torch.ones(1, 4, device=ctx.device, dtype=torch.float16)
     (wrapped(ones) * LARGE).sum().backward()
     ctx.impl.finish_gradient_synchronization(wrapped)
@@ -114,7 +115,7 @@ def test_a_mean_that_float16_holds_does_not_overflow_on_the_way(world, subject):
 
 def weights_around_backward(ctx, subject):
     """Weights before and after a synchronised backward, made different on each rank."""
-    replica = Replica(ctx, subject, "mlp not-the-ends")
+    replica = Replicas(ctx, subject, "mlp not-the-ends")
     with torch.no_grad():
         for parameter in replica.plain:
             parameter.add_(ctx.rank)  # the mean of equal weights would change nothing
@@ -159,11 +160,11 @@ ORDINARY = "mlp: backward 0"
 
 def late_peer(ctx, subject):
     """Rank 0's gradients right after its finish, while the last rank is late in every layer."""
-    replica = Replica(ctx, subject, "mlp")
+    replica = Replicas(ctx, subject, "mlp")
     if ctx.rank == ctx.world_size - 1:
         for parameter in replica.plain:
             parameter.register_hook(lambda gradient: ctx.be_late(0.04))
-    return replica.follow(parsed("backward 0"))
+    return replica.follow("backward 0")
 
 
 @clause(
@@ -204,8 +205,8 @@ test_two_forwards_one_backward = holds(
 
 def beside_unused(ctx, subject, bucket_size_mb):
     """Gradients of the second step, and what it raised once its forward had returned."""
-    replica = Replica(ctx, subject, "unused", bucket_size_mb=bucket_size_mb)
-    replica.follow(parsed("backward 0, zero_grad none, forward 1"))
+    replica = Replicas(ctx, subject, "unused", bucket_size_mb=bucket_size_mb)
+    replica.follow("backward 0, zero_grad none, forward 1")
     with refusal.caught() as late:
         replica.pending()
     return [("backward 1", replica.gradients())], late["error"]
@@ -246,7 +247,7 @@ test_unused_somewhere = holds(
 
 def nothing_used(ctx, subject, case):
     """Two steps in which the last rank's loss touches no parameter at all."""
-    replica = Replica(ctx, subject, "mlp")
+    replica = Replicas(ctx, subject, "mlp")
     for micro in "01":
         replica.zero_grad("none")
         loss = replica.loss(micro)
@@ -275,10 +276,11 @@ def test_a_rank_whose_loss_touches_nothing_hangs_nobody(world, subject, case):
     ranks = refusal.answer_or_refusal(world, nothing_used, subject, case, ordinary=ordinary)
 
     if ranks is not None:
-        others = range(world.size - 1)
-        expected = equivalence.full_batch_gradients("mlp", SEED, ranks=others, micros=(1,))
+        others = [TOYS["mlp"].batch(SEED, rank=rank, micro=1) for rank in range(world.size - 1)]
+        expected = oracle.gradients("mlp", SEED, others)
         if case != "usual":
-            expected = {name: torch.zeros_like(p) for name, p in parameters("mlp", SEED).items()}
+            plain = oracle.parameters("mlp", SEED)
+            expected = {name: torch.zeros_like(p) for name, p in plain.items()}
         judge.tensors(
             ranks, expected, quantity="mean gradient", given="the last rank uses no parameter"
         )
@@ -301,7 +303,7 @@ test_rank_dependent_order = holds(
 
 def scaled_loss(ctx, subject, seed, exponent):
     """Gradients of a loss times a power of two, on real-valued float32 data."""
-    replica = Replica(ctx, subject, "mlp")
+    replica = Replicas(ctx, subject, "mlp")
     batch = torch.randn(4, 6, generator=torch.Generator().manual_seed(seed + ctx.rank))
     (replica.wrapped(batch.to(ctx.device)).square().sum() * 2.0**exponent).backward()
     replica.finish_backward()
@@ -324,7 +326,7 @@ def test_a_power_of_two_on_the_loss_scales_the_gradients_exactly(world, subject,
 
     judge.tensors(
         scaled,
-        [equivalence.scaled(rank, 2.0**exponent) for rank in plain],
+        [{n: g if g is None else 2.0**exponent * g for n, g in rank.items()} for rank in plain],
         quantity=f"gradient times 2**{exponent}",
         given=f"float32, seed {seed}",
     )

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import pytest
 
-from spec_tests.chapters.ddp.replica import SEED
 from spec_tests.chapters.ddp.test_construction import buffers
+from spec_tests.programs.alone import SEED
 from spec_tests.programs.law import same_as_alone
 from spec_tests.rig import judge
 from spec_tests.rig.clause import clauses

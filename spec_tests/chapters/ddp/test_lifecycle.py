@@ -7,10 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spec_tests.chapters.ddp.replica import Replica, wrap
-from spec_tests.programs.calls import parsed
 from spec_tests.programs.law import judge_values, same_as_alone
 from spec_tests.programs.laws import additions, agreement, equivalence, footprint
+from spec_tests.programs.ways import Replicas, replicated
 from spec_tests.rig import judge, strategies
 from spec_tests.rig.clause import clauses, rows
 from spec_tests.rig.judge.tolerance import rounding
@@ -27,7 +26,7 @@ def trained(ctx, subject, toy, seed, steps):
     """Weights after training with momentum on this rank's share of every batch."""
     module = TOYS[toy].build(seed).to(ctx.device)
     optimizer = torch.optim.SGD(module.parameters(), lr=RATE, momentum=0.9)
-    wrapped = wrap(ctx, subject, module)
+    wrapped = replicated(ctx, subject, module)
     for step in range(steps):
         optimizer.zero_grad()
         batch = TOYS[toy].batch(seed, rank=ctx.rank, micro=step).to(ctx.device)
@@ -54,7 +53,7 @@ def test_training_in_shares_equals_training_on_the_whole(world, subject, seed, t
 
 def history(ctx, subject):
     """Gradients and weights after every step, float32, real-valued data."""
-    replica = Replica(ctx, subject, "ragged")
+    replica = Replicas(ctx, subject, "ragged")
     optimizer = torch.optim.AdamW(replica.plain, lr=1e-2)
     generator = torch.Generator().manual_seed(1000 + ctx.rank)
     moments = []
@@ -104,11 +103,11 @@ def test_the_same_run_twice_gives_the_same_bits(world, subject):
 
 def interleaved(ctx, subject):
     """Gradients of two wrapped models whose passes interleave."""
-    replicas = [Replica(ctx, subject, scene) for scene in ("mlp", "tied")]
+    replicas = [Replicas(ctx, subject, scene) for scene in ("mlp", "tied")]
     for micro in "01":
         for call in ("zero_grad none", f"forward {micro}"):
             for replica in replicas:
-                replica.follow(parsed(call))
+                replica.follow(call)
         for replica in replicas:
             replica.losses.backward()
         for replica in replicas:
@@ -160,7 +159,7 @@ def finish(ctx, subject, wrapped):
 
 def added_later(ctx, subject, addition):
     """Gradients of what is added to a model that has trained for a step."""
-    return additions.trained(ctx, wrap, finish, subject, addition)
+    return additions.trained(ctx, replicated, finish, subject, addition)
 
 
 @clause(
@@ -198,7 +197,7 @@ def memory(ctx, subject):
     before = [p.untyped_storage() for p in module.parameters()]
     inputs, seen = torch.ones(2, 128, device=ctx.device), []
     with ctx.recording() as recorder:
-        wrapped = wrap(ctx, subject, module, bucket_size_mb=0.1)
+        wrapped = replicated(ctx, subject, module, bucket_size_mb=0.1)
         for step in range(7):
             wrapped(inputs).sum().backward()
             ctx.impl.finish_gradient_synchronization(wrapped)
@@ -273,7 +272,7 @@ test_models_made_and_dropped = holds(
 
 def traceless(ctx, subject):
     """Two steps, and nothing kept."""
-    Replica(ctx, subject, "normalised").follow(parsed("backward 0, zero_grad none, backward 1"))
+    Replicas(ctx, subject, "normalised").follow("backward 0, zero_grad none, backward 1")
 
 
 @clause(

@@ -11,9 +11,8 @@ import time
 
 import torch
 
-from spec_tests.chapters.ddp.replica import Replica, wrap
-from spec_tests.programs.calls import parsed
 from spec_tests.programs.laws import traffic
+from spec_tests.programs.ways import Replicas, replicated
 from spec_tests.rig import judge
 from spec_tests.rig.clause import clauses
 from spec_tests.rig.ranks.recorder import Kind
@@ -31,7 +30,7 @@ def stream_of_events(ctx, subject):
     width, number = (600, 3) if subject == "ddp_bucketed" else (2600, 2)
     layers = [torch.nn.Linear(width, width) for _ in range(number)]
     module = torch.nn.Sequential(*layers).to(ctx.device)
-    wrapped = wrap(ctx, subject, module, bucket_size_mb=1.0)
+    wrapped = replicated(ctx, subject, module, bucket_size_mb=1.0)
     inputs = torch.ones(2, width, device=ctx.device)
     for _ in range(2):
         module.zero_grad()
@@ -70,8 +69,8 @@ def run_ahead(ctx, subject):
 
     The last rank waits, in front of its first gradient, for a sign that rank 0 gives at its last.
     """
-    replica = Replica(ctx, subject, "mlp", bucket_size_mb=1e-6)
-    replica.follow(parsed("backward 0, zero_grad none, backward 1"))
+    replica = Replicas(ctx, subject, "mlp", bucket_size_mb=1e-6)
+    replica.follow("backward 0, zero_grad none, backward 1")
     ahead = ctx.scratch / f"ahead-{subject}"
     if ctx.rank == 0:
         ahead.unlink(missing_ok=True)
@@ -97,7 +96,7 @@ def run_ahead(ctx, subject):
             seen.append(ahead.exists())
 
         replica.plain[-1].register_hook(wait)
-    replica.follow(parsed("zero_grad none, backward 2"))
+    replica.follow("zero_grad none, backward 2")
     return seen
 
 

@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spec_tests.chapters.ddp.replica import SEED, Replica
+from spec_tests.programs.alone import SEED
 from spec_tests.programs.law import same_as_alone
 from spec_tests.programs.laws import agreement, traffic
+from spec_tests.programs.ways import Replicas
 from spec_tests.rig import judge
 from spec_tests.rig.clause import clauses, rows
 from spec_tests.rig.judge import oracle
@@ -28,7 +29,7 @@ BUCKETS = "Li et al. 2020, section 3.2.2; torch reducer, compute_bucket_assignme
 
 def third_step(ctx, subject, scene, bucket_size_mb):
     """What the third step sends. The first two may still be settling."""
-    replica = Replica(ctx, subject, scene, bucket_size_mb=bucket_size_mb)
+    replica = Replicas(ctx, subject, scene, bucket_size_mb=bucket_size_mb)
     for micro in "012":
         replica.zero_grad("none")
         with ctx.recording() as recorder:

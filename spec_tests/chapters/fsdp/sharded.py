@@ -15,14 +15,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from spec_tests.programs import calls as programs
 from spec_tests.programs import law
 from spec_tests.programs.alone import SEED as SEED  # the chapter takes it from here
+from spec_tests.programs.calls import spelled
 from spec_tests.programs.laws import refusal, traffic
 from spec_tests.programs.laws.traffic import REDUCTIONS
 from spec_tests.programs.on_ranks import OnRank
 from spec_tests.programs.pieces import put_together
-from spec_tests.programs.scene import Scene
 from spec_tests.programs.units import units_of as units_of
 from spec_tests.programs.ways import WAYS
 from spec_tests.rig import judge
@@ -111,7 +110,7 @@ def full_parameters(ctx: Context, model: nn.Module, names: Sequence[str]) -> Nam
 
 def on_rank(ctx: Context, subject: str, scene: str) -> OnRank:
     """A toy in a scene, sharded on this rank, with optimizers over its parameters."""
-    return WAYS[subject](ctx, subject, Scene.of(scene))
+    return WAYS[subject](ctx, subject, scene)
 
 
 def gradients_as_after(
@@ -143,7 +142,7 @@ def judge_gradients(
     __tracebackhide__ = True
     judge.SITUATION.get().given = given or situation
     _, program = law.read(situation)
-    seen = [[(programs.spelled(program[-1:]), of_rank)] for of_rank in found]
+    seen = [[(spelled(program[-1:]), of_rank)] for of_rank in found]
     law.judge_values(put_together(seen), subject, situation)
 
 
@@ -186,7 +185,7 @@ def recorded(ctx: Context, rank: OnRank, micro: str) -> Log:
 def second_step(ctx: Context, subject: str, scene: str) -> Log:
     """What forward and backward of a second step send; nothing is read between (rank body)."""
     rank = on_rank(ctx, subject, scene)
-    rank.follow(programs.parsed("backward 1, zero_grad none"))
+    rank.follow("backward 1, zero_grad none")
     return recorded(ctx, rank, "0")
 
 
@@ -195,7 +194,7 @@ def sent_by(ctx: Context, subject: str, scene: str, *calls: str) -> Log:
     rank = on_rank(ctx, subject, scene)
     for program in calls:
         with ctx.recording() as recorder:
-            rank.follow(programs.parsed(program))
+            rank.follow(program)
     return recorder.log()
 
 

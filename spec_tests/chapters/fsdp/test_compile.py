@@ -7,12 +7,12 @@ in a second.
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 from spec_tests.chapters.fsdp.sharded import FULLY_SHARD
-from spec_tests.programs.calls import parsed
 from spec_tests.programs.laws import compiled
-from spec_tests.programs.scene import Scene
 from spec_tests.programs.ways import Shards
 from spec_tests.rig.clause import clauses
 
@@ -24,7 +24,6 @@ clause = clauses(
     source="torch.distributed.fsdp with torch.compile; torchtitan compiles each block, then shards",
 )
 BLOCKS = ["blocks.0", "blocks.1", "blocks.2"]
-PROGRAM = parsed("backward 0, zero_grad none, write parameters, accumulate 1, backward 2")
 OPTIONS = {
     "reshard": "stack freed",
     "keep": "stack held",
@@ -42,32 +41,10 @@ CASES = [
 """Each takes a second: every way to compile, and every option with one or two of them."""
 
 
-class Compiled(Shards):
-    """A sharded stack of which blocks, or which itself, is compiled."""
-
-    def __init__(self, ctx, subject, option, how="", fullgraph=False):  # type: ignore[no-untyped-def]  # a body
-        self.how, self.fullgraph = how, fullgraph
-        super().__init__(ctx, subject, Scene.of(OPTIONS[option]))
-        self.called = self.wrapped if self.whole is None else self.whole
-
-    def wrap(self):
-        """Compile, and shard blocks and the whole."""
-        wrapped, self.whole = compiled.wrapped(
-            self.module, super().wrap, BLOCKS, self.how, fullgraph=self.fullgraph
-        )
-        return wrapped
-
-    def gradients_after(self):
-        """Whole gradients after the program."""
-        self.follow(PROGRAM)
-        return {n: None if p.grad is None else p.grad.full_tensor() for n, p in self.named()}
-
-
-def gradients(ctx, subject, how, option, fullgraph=False):
+def gradients(ctx, subject, how, option, **options):
     """Gradients after the calls, eager and compiled, and how many graphs there were."""
-    eager = Compiled(ctx, subject, option).gradients_after()
-    seen = Compiled(ctx, subject, option, how, fullgraph).gradients_after()
-    return eager, seen, compiled.num_graphs()
+    make = partial(Shards, ctx, subject, OPTIONS[option], parts=BLOCKS, **options)
+    return compiled.gradients(make, how)
 
 
 @clause(

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from spec_tests.chapters.fsdp import sharded
-from spec_tests.programs.calls import parsed
 from spec_tests.programs.law import same_as_alone
 from spec_tests.programs.laws import refusal
 from spec_tests.rig import judge
@@ -171,7 +170,7 @@ def test_hooks_that_were_there_see_the_full_weights(world, subject):
 def derived(ctx, subject, calls):
     """Output and tangent of a forward under jvp after these calls, and those of the plain model."""
     rank = sharded.on_rank(ctx, subject, "stack")
-    rank.follow(parsed(calls))
+    rank.follow(calls)
     inputs, found = TOYS["stack"].batch(sharded.SEED, rank=ctx.rank).to(ctx.device), []
     for model in (rank.wrapped, TOYS["stack"].build(sharded.SEED).to(ctx.device)):
         pair: Any = torch.func.jvp(model, (inputs,), (torch.ones_like(inputs),))

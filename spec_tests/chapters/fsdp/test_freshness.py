@@ -9,7 +9,6 @@ from __future__ import annotations
 import pytest
 
 from spec_tests.chapters.fsdp import sharded
-from spec_tests.programs.calls import parsed
 from spec_tests.programs.law import same_as_alone
 from spec_tests.rig import judge
 from spec_tests.rig.clause import clauses, rows
@@ -91,7 +90,7 @@ test_fresh_after_load = holds(
 def full_of_unsharded(ctx, subject, update):
     """Full parameters of what was unsharded by hand and then updated."""
     rank = sharded.on_rank(ctx, subject, "stack")
-    rank.follow(parsed(f"backward 0, unshard now, {update}"))
+    rank.follow(f"backward 0, unshard now, {update}")
     return sharded.full_parameters(ctx, rank.wrapped, rank.names)
 
 

@@ -32,7 +32,6 @@ from spec_tests.chapters.fsdp.sharded import (
     second_step,
     shard,
 )
-from spec_tests.programs.calls import parsed
 from spec_tests.programs.law import same_as_alone, situations
 from spec_tests.programs.laws import refusal, traffic
 from spec_tests.programs.on_ranks import copy_of
@@ -49,7 +48,7 @@ holds = rows(clause, same_as_alone)
 def after_reset(ctx, subject, scene, call):
     """Gradients of a clean step after a pass that raised, and what PyTorch asks for then."""
     rank = on_rank(ctx, subject, scene)
-    rank.follow(parsed(call))
+    rank.follow(call)
     reset: Any = getattr(rank.module, "reset_iter_state", None)
     if reset is not None:  # others need not
         reset()
@@ -330,9 +329,9 @@ def told(ctx, subject, first):
 
     for name, parameter in rank.module.named_parameters():
         parameter.register_post_accumulate_grad_hook(hook_of(name))
-    rank.follow(parsed(f"{first} 0"))
+    rank.follow(f"{first} 0")
     early = sorted(calls) if first == "accumulate" else []
-    rank.follow(parsed("backward 1, backward 2"))
+    rank.follow("backward 1, backward 2")
     return {"early": early, "calls": calls, "gradients": gradients}
 
 

@@ -12,7 +12,6 @@ import pytest
 from torch import nn
 
 from spec_tests.chapters.fsdp import sharded
-from spec_tests.programs.calls import parsed
 from spec_tests.programs.law import same_as_alone
 from spec_tests.programs.laws import traffic
 from spec_tests.rig import judge
@@ -106,7 +105,7 @@ LESS = {
 def switched_off(ctx, subject, setter, **recurse):
     """What two passes send, the first with a setting that the outermost unit is told."""
     rank = sharded.on_rank(ctx, subject, "even freed")
-    rank.follow(parsed("backward 5, zero_grad none"))
+    rank.follow("backward 5, zero_grad none")
     change: Any = getattr(rank.wrapped, setter)
     change(False, **recurse)
     first = sharded.recorded(ctx, rank, "0")

@@ -17,7 +17,6 @@ import pytest
 import torch
 
 from spec_tests.chapters.fsdp import sharded
-from spec_tests.programs.calls import parsed
 from spec_tests.programs.laws import equivalence, refusal
 from spec_tests.rig import judge
 from spec_tests.rig.clause import clauses
@@ -143,7 +142,7 @@ def at_a_moment(ctx, subject, calls):
     from torch.distributed.tensor import DTensor
 
     rank = sharded.on_rank(ctx, subject, "stack")
-    rank.follow(parsed(calls))
+    rank.follow(calls)
     state: dict[str, Any] = rank.wrapped.state_dict()
     names = dict(rank.module.named_buffers())
     whole = sorted(n for n, v in state.items() if n not in names and type(v) is not DTensor)

@@ -10,10 +10,8 @@ import tempfile
 import pytest
 
 from spec_tests.programs import trained
-from spec_tests.programs.calls import parsed
 from spec_tests.programs.law import same_as_alone
 from spec_tests.programs.laws import refusal
-from spec_tests.programs.one_trainer import OneProcess
 from spec_tests.programs.scene import TRAINERS, Scene
 from spec_tests.programs.trained import OnRank
 from spec_tests.rig import judge
@@ -32,7 +30,7 @@ def resumed(ctx, folder, subject, scene):
     second.train("9")  # what was there before must not matter
     if hasattr(first.trainer, "set_lr"):  # the factor is the caller's matter, not the checkpoint's
         first.rate("0.5")
-    first.follow(parsed("train 1, train 2"))
+    first.follow("train 1, train 2")
     if ctx.rank == 0:  # when `save` returns on another rank, all is written
         ctx.be_late(0.05)
     first.save()
@@ -41,7 +39,7 @@ def resumed(ctx, folder, subject, scene):
     for run in (first, second):
         if hasattr(run.trainer, "set_lr"):
             run.rate("0.25")
-        shown = run.follow(parsed("read, train 3, train 4"))
+        shown = run.follow("read, train 3, train 4")
         found.append({f"{name}, {call}": t for call, each in shown for name, t in each.items()})
     return found
 
@@ -87,11 +85,11 @@ test_evaluates_what_was_loaded = holds(
 def at_another_size(ctx, folder, subject, saved, loaded):
     """Weights after a load by groups of other sizes than the one that saved, and two steps."""
     first = OnRank(ctx, subject, saved, folder)
-    first.follow(parsed("train 1, train 2, save"))
+    first.follow("train 1, train 2, save")
     ctx.barrier()
     run = OnRank(ctx, subject, loaded, folder, plus=5)
     run.method("load")(f"{first.folder}/1")
-    return {"seen": run.follow(parsed("train 3, train 4")), "declares": run.declares}
+    return {"seen": run.follow("train 3, train 4"), "declares": run.declares}
 
 
 @clause(
@@ -103,7 +101,7 @@ def test_a_checkpoint_loads_at_another_size(world, subject):
     """A checkpoint MUST load on another number of ranks with the same values, or be an error."""
     saved, loaded = Scene.of("mlp adamw"), Scene.of("mlp adamw apart")
     with tempfile.TemporaryDirectory(prefix="trainspec-") as folder:
-        ordinary = (trained.follow, subject, saved, parsed("train 1, save"), f"{folder}/plain")
+        ordinary = (trained.follow, subject, saved, "train 1, save", f"{folder}/plain")
         ranks = refusal.answer_or_refusal(
             world, at_another_size, folder, subject, saved, loaded, ordinary=ordinary
         )
@@ -111,12 +109,11 @@ def test_a_checkpoint_loads_at_another_size(world, subject):
         return
     expected = []
     for rank in range(world.size):
-        one = OneProcess(saved, world.size, 0, ranks[0]["declares"], "")
-        run = trained.Run(one, saved, one.module, range(world.size), rank)
-        run.follow(parsed("train 1, train 2"))
+        run = trained.one_process(saved, world.size, rank, ranks[0]["declares"])
+        run.follow("train 1, train 2")
         run.ranks = loaded.peers(world.size, rank)
-        one.size = len(run.ranks)
-        expected.append(run.follow(parsed("train 3, train 4")))
+        run.trainer.size = len(run.ranks)
+        expected.append(run.follow("train 3, train 4"))
     for number in range(2):
         judge.tensors(
             [rank["seen"][number][1] for rank in ranks],

@@ -11,12 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from spec_tests.programs.calls import parsed
 from spec_tests.programs.law import same_as_alone
 from spec_tests.programs.laws import refusal
-from spec_tests.programs.one_trainer import OneProcess
 from spec_tests.programs.scene import TRAINERS, Scene
-from spec_tests.programs.trained import OnRank, Run, alone, follow
+from spec_tests.programs.trained import OnRank, follow, one_process
 from spec_tests.rig import judge
 from spec_tests.rig.clause import clauses, rows
 
@@ -149,9 +147,9 @@ test_rate_every_group = holds(
 
 def in_bfloat16(world, subject, words, program):
     """What calls show on each rank in bfloat16, and what they show in one process in float32."""
-    scene, calls = Scene.of(words), parsed(program)
-    ranks = world.run(follow, subject, scene, calls, dtype=torch.bfloat16)
-    expected = alone(scene, calls, world.size, 0, ranks[0]["declares"])
+    scene = Scene.of(words)
+    ranks = world.run(follow, subject, scene, program, dtype=torch.bfloat16)
+    expected = one_process(scene, world.size, 0, ranks[0]["declares"]).follow(program)
     return [[found for _, found in each] for each in (*(r["seen"] for r in ranks), expected)]
 
 
@@ -297,8 +295,7 @@ def test_a_momentum_that_decays_slowly_is_not_rounded(world, subject):
     """
     steps = 41
     seen, declares = zip(*world.run(coasts, subject, steps), strict=True)
-    one = OneProcess(LASTING, world.size, 0, declares[0], "")
-    expected = coasted(Run(one, LASTING, one.module, range(world.size), 0), steps)
+    expected = coasted(one_process(LASTING, world.size, 0, declares[0]), steps)
     undecayed = 0.999 ** (1 - steps)
     for rank, kept in enumerate(seen):
         for name, found in kept.items():

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import torch
 
-from spec_tests.programs.calls import parsed
 from spec_tests.programs.law import same_as_alone
-from spec_tests.programs.one_trainer import OneProcess, loss
+from spec_tests.programs.one_trainer import loss
 from spec_tests.programs.scene import TRAINERS, Scene
-from spec_tests.programs.trained import OnRank, Run, within
+from spec_tests.programs.trained import OnRank, one_process, within
 from spec_tests.rig import judge
 from spec_tests.rig.clause import clauses, rows
 from spec_tests.rig.ranks.errors import NotOffered
@@ -65,7 +64,7 @@ def followed(ctx, subject, scene, program):
 @clause("trainer.step.equal-runs-equal-bits", source="contract: equal-ranks, equal-runs")
 def test_equal_runs_give_equal_bits(world, subject):
     """All ranks MUST hold the same bits after every step, and a second equal run the same again."""
-    asked = (followed, subject, "mlp adamw of-two", parsed(THREE))
+    asked = (followed, subject, "mlp adamw of-two", THREE)
     first, second = world.run(*asked), world.run(*asked)
 
     judge.same_on_all_ranks(first, quantity="weight")
@@ -99,11 +98,10 @@ def test_the_loss_that_is_returned_is_a_mean(world, subject):
     if all(None in each for each in losses):
         raise NotOffered("step() returns no loss")
 
-    one = OneProcess(scene, world.size, 0, declares[0], "")
-    everyone = Run(one, scene, one.module, range(world.size), 0)
+    everyone = one_process(scene, world.size, 0, declares[0])
     for number in (1, 2):
         batches = everyone.batches(number)
-        own = torch.stack([loss(one.module, each).detach() for each in batches])
+        own = torch.stack([loss(everyone.module, each).detach() for each in batches])
         own = own.view(world.size, -1).mean(1)
         for rank, each in enumerate(losses):
             both = own[rank], own.mean()
@@ -115,7 +113,7 @@ def test_the_loss_that_is_returned_is_a_mean(world, subject):
                 likely="a sum, the last micro-batch's, or a mean over other steps",
                 given=str(scene),
             )
-        one.step(batches)
+        everyone.trainer.step(batches)
 
 
 def declared(ctx, subject):

@@ -43,7 +43,7 @@ def named() -> dict[str, nn.Parameter]:
 
 def in_ranks(ctx: Context, script: Script, scene: str) -> oracle.Named:
     """Rank body: the script with the sharded optimizer."""
-    return script(Divided(ctx, Scene.of(scene)))
+    return script(Divided(ctx, scene))
 
 
 def same_as_unsharded(world: World, script: Script, scene: str) -> None:
@@ -57,7 +57,7 @@ def like_unsharded(ranks: Sequence[oracle.Named], script: Script, scene: str) ->
     __tracebackhide__ = True
     judge.tensors(
         ranks,
-        script(Stepped(Scene.of(scene))),
+        script(Stepped(scene)),
         quantity="weight that the unsharded optimizer gives",
         within=within_steps(Scene.of(scene), torch.float32, depth=8),
         given=scene,

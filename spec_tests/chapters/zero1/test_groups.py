@@ -15,9 +15,7 @@ import pytest
 import torch
 
 from spec_tests.chapters.zero1.runs import TOY, named, same_as_unsharded, steps
-from spec_tests.programs.calls import parsed
 from spec_tests.programs.law import judge_updates, same_as_alone
-from spec_tests.programs.scene import Scene
 from spec_tests.programs.stepped import Divided
 from spec_tests.rig import judge
 from spec_tests.rig.clause import clauses, rows
@@ -239,8 +237,8 @@ def test_the_callers_groups_stay_whole(world, subject):
 
 def after_zero_grad(ctx, scene):
     """Names of the gradients that are left."""
-    stepped = Divided(ctx, Scene.of(scene))
-    stepped.follow(parsed(f"{steps(1)}, deal 2 all, zero_grad none"))
+    stepped = Divided(ctx, scene)
+    stepped.follow(f"{steps(1)}, deal 2 all, zero_grad none")
     gradients = {name: p.grad for name, p in stepped.parameters.items()}
     return [name for name, gradient in gradients.items() if gradient is not None and gradient.any()]
 
@@ -261,7 +259,7 @@ APART = steps(1, 2), steps(11)  # the groups need not even take as many steps
 
 def in_two_groups(ctx, scene, first):
     """Each process group trains on different gradients."""
-    return Divided(ctx, Scene.of(scene)).follow(parsed(APART[ctx.rank not in first]))
+    return Divided(ctx, scene).follow(APART[ctx.rank not in first])
 
 
 @clause(

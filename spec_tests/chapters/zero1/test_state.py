@@ -15,11 +15,9 @@ import torch
 from torch import nn
 
 from spec_tests.chapters.zero1.runs import DEPTH, TOY, state_bytes, steps, wide
-from spec_tests.programs.calls import parsed
 from spec_tests.programs.law import judge_updates, same_as_alone
 from spec_tests.programs.laws import footprint
-from spec_tests.programs.scene import Scene
-from spec_tests.programs.stepped import Divided, Forgetful, Stepped
+from spec_tests.programs.stepped import FAULTS, Divided, Stepped
 from spec_tests.rig import judge
 from spec_tests.rig.clause import clauses
 from spec_tests.rig.judge.tolerance import rounding
@@ -122,15 +120,15 @@ SCHEDULED = f"{steps(1, 2, 3)}, rate 0.5"
 
 def state_alone(scene):
     """The state dict of the plain optimizer after three steps."""
-    stepped = Stepped(Scene.of(scene))
-    stepped.follow(parsed(SCHEDULED))
+    stepped = Stepped(scene)
+    stepped.follow(SCHEDULED)
     return stepped.state()
 
 
 def full_state(ctx, scene):
     """What `full_optimizer_state` gives after three steps, flat; and of which groups."""
-    stepped = Divided(ctx, Scene.of(scene))
-    stepped.follow(parsed(SCHEDULED))
+    stepped = Divided(ctx, scene)
+    stepped.follow(SCHEDULED)
     return described(stepped.state())
 
 
@@ -188,10 +186,10 @@ HELD = steps(5)
 
 def goes_on(ctx, scene, saved):
     """Weights of a run that goes on from what was saved; what it held before must not matter."""
-    stepped = Divided(ctx, Scene.of(scene))
-    stepped.follow(parsed(HELD))
+    stepped = Divided(ctx, scene)
+    stepped.follow(HELD)
     stepped.saved = saved
-    return stepped.follow(parsed(GO_ON))
+    return stepped.follow(GO_ON)
 
 
 def loaded_counters(ctx):
@@ -216,17 +214,17 @@ def test_it_goes_on_from_the_unsharded_optimizers_state(world):
     options take effect at the first step; what the optimizer held before is gone.
     """
     begun = f"rate 0.5, {BEGUN}"
-    alone = Stepped(Scene.of(GROUPED))
-    before = alone.follow(parsed(begun))
+    alone = Stepped(GROUPED)
+    before = alone.follow(begun)
     ranks = world.run(goes_on, GROUPED, alone.saved)
 
     def forgotten():
-        own = Forgetful(Scene.of(GROUPED))
-        own.follow(parsed(HELD))
+        own = Stepped(GROUPED, "forgets")
+        own.follow(HELD)
         own.saved = alone.saved
-        return before + own.follow(parsed(GO_ON))
+        return before + own.follow(GO_ON)
 
-    wrong = {"the state was not loaded: training goes on with what it held before": forgotten}
+    wrong = {FAULTS["forgets"]: forgotten}
     judge_updates([before + seen for seen in ranks], f"{GROUPED}: {begun}, {GO_ON}", wrong)
 
     counters = {counter for seen in world.run(loaded_counters) for counter in seen}
@@ -250,10 +248,10 @@ def test_a_loaded_state_is_divided_as_well(world):
 
 def round_trip(ctx, scene):
     """Weights of a run that goes on in a new optimizer from the full state of the first."""
-    first, second = (Divided(ctx, Scene.of(scene)) for _ in range(2))
-    before = first.follow(parsed(BEGUN))
+    first, second = (Divided(ctx, scene) for _ in range(2))
+    before = first.follow(BEGUN)
     second.saved = first.saved
-    return before + second.follow(parsed(GO_ON))
+    return before + second.follow(GO_ON)
 
 
 @clause("zero1.state.round-trip", needs=BOTH, source="contract: load, unsharded; " + PORTABLE)
@@ -265,8 +263,8 @@ def test_its_own_full_state_loads(world):
 
 def own_state_dict(ctx, scene):
     """`state_dict()` without any consolidation: tensors by name, or the error."""
-    stepped = Divided(ctx, Scene.of(scene))
-    stepped.follow(parsed(steps(1, 2, 3)))
+    stepped = Divided(ctx, scene)
+    stepped.follow(steps(1, 2, 3))
     state_dict = stepped.optimizer.state_dict
     try:
         state = state_dict()

@@ -21,9 +21,7 @@ from spec_tests.chapters.zero1.runs import (
     steps,
     wide,
 )
-from spec_tests.programs.calls import parsed
 from spec_tests.programs.laws import agreement, footprint, large_worlds, traffic
-from spec_tests.programs.scene import Scene
 from spec_tests.programs.stepped import Divided
 from spec_tests.rig import judge
 from spec_tests.rig.clause import clauses
@@ -38,8 +36,8 @@ PADDING = 2 * 16
 
 def third_step(ctx, scene):
     """What the third step of a toy sends. The first two may still be settling."""
-    stepped = Divided(ctx, Scene.of(scene))
-    stepped.follow(parsed(f"{steps(1, 2)}, deal 3 all"))
+    stepped = Divided(ctx, scene)
+    stepped.follow(f"{steps(1, 2)}, deal 3 all")
     with ctx.recording() as recorder:
         stepped.update()
     return recorder.log()

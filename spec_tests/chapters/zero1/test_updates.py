@@ -16,10 +16,8 @@ import torch
 import torch.distributed as dist
 
 from spec_tests.chapters.zero1.runs import OPTIMIZERS, TOY, TWO, steps
-from spec_tests.programs.calls import parsed
 from spec_tests.programs.law import judge_updates, same_as_alone, situations
 from spec_tests.programs.laws import refusal
-from spec_tests.programs.scene import Scene
 from spec_tests.programs.stepped import Divided, Stepped
 from spec_tests.rig import judge
 from spec_tests.rig.clause import clauses, rows
@@ -135,11 +133,11 @@ test_thawed_later = holds(
 
 def alternating(ctx, scenes):
     """Weights of several optimizers, whose steps alternate."""
-    runs = [Divided(ctx, Scene.of(scene)) for scene in scenes]
+    runs = [Divided(ctx, scene) for scene in scenes]
     seen: list[list[Any]] = [[] for _ in runs]
-    for deal in parsed(FOUR)[::2]:
+    for number in range(1, 5):
         for found, run in zip(seen, runs, strict=True):
-            found += run.follow((deal, ("update",)))
+            found += run.follow(steps(number))
     return seen
 
 
@@ -182,7 +180,7 @@ def with_closure(stepped):
 def closure_in_ranks(ctx, scene):
     """The same; None where the optimizer's class is refused at construction, on any rank."""
     with refusal.caught() as error:
-        stepped = Divided(ctx, Scene.of(scene))
+        stepped = Divided(ctx, scene)
     errors = [error["error"]] * ctx.world_size
     dist.all_gather_object(errors, error["error"])
     return None if any(errors) else with_closure(stepped)
@@ -207,7 +205,7 @@ def test_a_closure_is_evaluated_and_its_loss_returned(world, subject, situation)
         not missing, f"expected `step` to return the closure's loss, got None on ranks {missing}"
     )
 
-    expected, wanted, times = with_closure(Stepped(Scene.of(situation)))
+    expected, wanted, times = with_closure(Stepped(situation))
     within = rounding(torch.float32, terms=8, depth=4)
     quantity = "weight that the unsharded optimizer gives"
     judge.tensors(weights, expected, quantity=quantity, within=within)
@@ -218,7 +216,7 @@ def test_a_closure_is_evaluated_and_its_loss_returned(world, subject, situation)
 
 def left_gradients(ctx, scene):
     """The gradients of two steps, as they were dealt and as each step leaves them."""
-    stepped = Divided(ctx, Scene.of(scene))
+    stepped = Divided(ctx, scene)
     dealt: dict[str, Any] = {}
     left: dict[str, Any] = {}
     for number in (1, 2):
@@ -245,7 +243,7 @@ def test_a_step_leaves_gradients_as_they_are(world, subject):
 
 def own_gradients(ctx, scene):
     """Weights after steps with gradients that are another power on each rank, and then equal."""
-    stepped = Divided(ctx, Scene.of(scene))
+    stepped = Divided(ctx, scene)
     start, end = stepped.weights(), []
     for number in (1, 2):
         # The second is equal: Adam does not feel a constant factor.
@@ -259,7 +257,7 @@ def own_gradients(ctx, scene):
 
 def own_weights(ctx, scene):
     """Weights after two steps that begin with other weights on each rank."""
-    stepped = Divided(ctx, Scene.of(scene))
+    stepped = Divided(ctx, scene)
     with torch.no_grad():
         for parameter in stepped.parameters.values():
             parameter.add_(ctx.rank)
@@ -312,7 +310,7 @@ def test_each_element_is_updated_by_one_rank(world, subject):
 
 def late(ctx, scene):
     """Weights right after each step, where another rank is late in every step."""
-    stepped, seen = Divided(ctx, Scene.of(scene)), []
+    stepped, seen = Divided(ctx, scene), []
     for number in range(ctx.world_size):
         stepped.deal(str(number), "all")
         if ctx.rank == number:

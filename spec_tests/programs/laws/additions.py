@@ -48,35 +48,20 @@ class Adapted(nn.Module):
         return added
 
 
-def _add_parameter(model: Layer) -> None:
-    model.gain = nn.Parameter(torch.full((4,), 2.0))
-
-
-def _add_frozen_parameter(model: Layer) -> None:
-    model.gain = nn.Parameter(torch.full((4,), 2.0), requires_grad=False)
-
-
-def _add_layer(model: Layer) -> None:
-    model.linear = Adapted(model.linear)
-
-
-def _replace_layer(model: Layer) -> None:
-    model.linear = nn.Linear(4, 4)  # as many parameters as before, of the same shapes
-
-
-def _replace_parameter(model: Layer) -> None:
-    layer: Any = model.linear
-    layer.weight = nn.Parameter(torch.empty(4, 4))  # as `load_state_dict(assign=True)` does
-
-
-ADDITIONS: dict[str, Callable[[Layer], None]] = {
-    "parameter": _add_parameter,
-    "layer": _add_layer,
-    "replacement": _replace_layer,
-    "replaced-parameter": _replace_parameter,
-    "thawed-parameter": _add_frozen_parameter,  # and a step is made before it is thawed
-}
+ADDITIONS = ("parameter", "layer", "replacement", "replaced-parameter", "thawed-parameter")
 """What is added to a model."""
+
+
+def _add(model: Layer, addition: str) -> None:
+    if addition == "layer":
+        model.linear = Adapted(model.linear)
+    elif addition == "replacement":
+        model.linear = nn.Linear(4, 4)  # as many parameters as before, of the same shapes
+    elif addition == "replaced-parameter":
+        model.linear.weight = nn.Parameter(torch.empty(4, 4))  # as load_state_dict(assign=True)
+    else:  # one that is frozen is thawed after a step
+        is_trained = addition == "parameter"
+        model.gain = nn.Parameter(torch.full((4,), 2.0), requires_grad=is_trained)
 
 
 def built() -> Layer:
@@ -91,7 +76,7 @@ def built() -> Layer:
 def added_to(model: Layer, addition: str) -> dict[str, nn.Parameter]:
     """Add to the model; return the new parameters, those of a layer being ones."""
     before = {id(parameter) for parameter in model.parameters()}
-    ADDITIONS[addition](model)
+    _add(model, addition)
     named = model.named_parameters()
     new = {name: p for name, p in named if id(p) not in before}
     device = next(model.parameters()).device

@@ -22,9 +22,13 @@ CALLS = "backward 0, zero_grad none, write parameters, accumulate 1, backward 2"
 
 
 def wrapped(
-    module: nn.Module, wrap: Callable[[], Any], parts: Sequence[str], how: str, **options: Any
+    module: nn.Module,
+    wrap: Callable[[], Any],
+    how: str = "",
+    parts: Sequence[str] = (),
+    **options: Any,
 ) -> tuple[Any, Any]:
-    """Compile and wrap; return what was wrapped, and what is called in its place, if anything.
+    """Compile and wrap; return what was wrapped, and what is called in its place.
 
     Args:
         module: what `wrap` wraps; `parts` are the names of what is compiled of it.
@@ -32,7 +36,8 @@ def wrapped(
         options: of `torch.compile`.
     """
     if not how:
-        return wrap(), None
+        made = wrap()
+        return made, made
     from torch._dynamo import utils  # here: it takes seconds, and most runs compile nothing
 
     order, backend = how.split()
@@ -44,14 +49,27 @@ def wrapped(
     made = wrap()
     if order == "after":
         _compile(module, parts, backend, options)
-    return made, torch.compile(made, backend=backend) if order == "whole" else None
+    return made, torch.compile(made, backend=backend) if order == "whole" else made
 
 
-def num_graphs() -> int:
-    """Graphs that were compiled since the last model was wrapped."""
+def gradients(make: Callable[..., Any], how: str) -> tuple[Any, Any, int]:
+    """Return gradients after `CALLS`, eager and compiled, and how many graphs there were.
+
+    Args:
+        make: returns a rank of the world model, given `how`.
+    """
     from torch._dynamo import utils
 
-    return int(utils.counters["stats"]["unique_graphs"])
+    found = []
+    for each in ("", how):
+        rank = make(how=each)
+        rank.follow(CALLS)
+        shown = ((name, p.grad) for name, p in rank.named())
+        found.append(
+            {n: g if g is None else getattr(g, "full_tensor", g.clone)() for n, g in shown}
+        )
+    eager, seen = found
+    return eager, seen, int(utils.counters["stats"]["unique_graphs"])
 
 
 def _compile(module: nn.Module, parts: Sequence[str], backend: str, options: Any) -> None:

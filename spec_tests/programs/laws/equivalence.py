@@ -1,12 +1,10 @@
-"""Equivalence: many ranks, each with a part of the batch, do what one process does with all of it.
-
-For bodies of which a clause needs more than a situation says, and for weights after training.
-"""
+"""Equivalence: ranks that each train on a part of the batch get the weights of one process."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -14,22 +12,7 @@ from spec_tests.rig import judge
 from spec_tests.rig.judge import oracle
 from spec_tests.rig.judge.symptoms import Hint
 from spec_tests.rig.judge.tolerance import Tolerance
-from spec_tests.rig.toys import TOYS
-
-
-def full_batch_gradients(
-    toy: str, seed: int, *, ranks: Sequence[int], micros: Sequence[int] = (0,)
-) -> oracle.Gradients:
-    """Gradients of the summed loss over the micro-batches of all `ranks`, in one process."""
-    places = [(rank, micro) for rank in ranks for micro in micros]
-    return oracle.gradients(
-        toy, seed, [TOYS[toy].batch(seed, rank=rank, micro=micro) for rank, micro in places]
-    )
-
-
-def scaled(gradients: oracle.Gradients, factor: float) -> oracle.Gradients:
-    """Every gradient times `factor`."""
-    return {name: None if g is None else g * factor for name, g in gradients.items()}
+from spec_tests.rig.toys import TOYS, sum_of_squares
 
 
 def trained_weights(
@@ -48,14 +31,19 @@ def trained_weights(
         observed: full weights by name, one mapping per rank; step i used micro-batch i of each.
     """
     __tracebackhide__ = True
-    ranks = range(len(observed))
-    batches = [[TOYS[toy].batch(seed, rank=r, micro=step) for r in ranks] for step in range(steps)]
+    size = len(observed)
 
     def by(factor: float) -> oracle.Named:  # as with gradients that are so many times the mean
-        decay = weight_decay / factor
-        return oracle.trained(toy, seed, batches, lr=factor * lr, momentum=0.9, weight_decay=decay)
+        module = TOYS[toy].build(seed)
+        options: Any = {"lr": factor * lr, "momentum": 0.9, "weight_decay": weight_decay / factor}
+        optimizer = torch.optim.SGD(module.parameters(), **options)
+        for step in range(steps):
+            optimizer.zero_grad()
+            for rank in range(size):
+                sum_of_squares(module(TOYS[toy].batch(seed, rank=rank, micro=step))).backward()
+            optimizer.step()
+        return {name: p.detach() for name, p in module.named_parameters()}
 
-    size = len(observed)
     wrong = {
         "summed and not divided by the world size": float(size),
         "divided by the world size twice": 1 / size,

@@ -9,7 +9,7 @@ to `production`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from spec_tests.rig import judge
 from spec_tests.rig.ranks.recorder import Event, Kind, Log
@@ -60,14 +60,22 @@ def reduced(log: Log) -> int:
     return volume(log, *REDUCTIONS)
 
 
-def gathered(log: Log, num_ranks: int) -> int:
+def in_bytes(log: Log, *kinds: Kind) -> int:
+    """Return the bytes of what `volume` counts."""
+    return sum(event.bytes for event in log.collectives(*kinds) if _elements(event))
+
+
+def gathered(log: Log, num_ranks: int, of: Callable[..., int] = volume) -> int:
     """Return the number of floating-point elements that a rank gathered, with its own share.
 
     A gather by point-to-point messages receives all but the rank's own share, which is added.
+
+    Args:
+        of: `in_bytes` for their bytes.
     """
-    received = volume(log, Kind.RECEIVE)
+    received = of(log, Kind.RECEIVE)
     share = received // (num_ranks - 1) if received else 0
-    return volume(log, Kind.GATHER, Kind.BROADCAST) + received + share
+    return of(log, *GATHERS) + share
 
 
 def _reduced_pairwise(log: Log, num_ranks: int) -> tuple[int, int]:

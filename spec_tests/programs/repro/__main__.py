@@ -15,28 +15,31 @@ Exit status: 0 a script was written; 2 none was, and the words say why.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
 import importlib.util
-import os
 import re
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from spec_tests.impls import parse
 from spec_tests.programs.repro import findings
 from spec_tests.programs.repro.script import head_of, written
 from spec_tests.programs.repro.situations import recipes_of
-from spec_tests.rig import ledger
+from spec_tests.rig import ledger, strategies
 from spec_tests.rig.clause import Clause
-from spec_tests.rig.outcomes import Event
-from spec_tests.rig.report.eventlog import read_log
-from spec_tests.rig.target import REPOSITORY_ROOT, Target
+from spec_tests.rig.judge.runner import run_case
+from spec_tests.rig.outcomes import Outcome
+from spec_tests.rig.ranks.world import Worlds
+from spec_tests.rig.ranks.zygote import start_zygote
+from spec_tests.rig.target import Target
 
 SECONDS = 90
-FAULTS = ("failed", "hang", "died", "expected_failure")
+FAULTS = (Outcome.FAILED, Outcome.HANG, Outcome.DIED)
 
 
 class NothingToWriteError(Exception):
@@ -74,31 +77,30 @@ def _write(impl: str, id: str, directory: Path) -> Path:
         raise NothingToWriteError(
             f"expected the id of one clause, got {id!r}; near it: {', '.join(near) or 'none'}"
         )
-    clause, (name, file) = clauses[id], _file_of(parse(impl))
+    clause, target = clauses[id], parse(impl)
+    name, file = _file_of(target)
     subject = next(iter((*clause.judges, *clause.needs)), "")
     is_program = ".programs." in id
-    if not is_program and next(recipes_of(id, subject, 2, _situation_of(clause)), None) is None:
+    situation = next(clause.cases(), {}).get("situation", "")
+    if not is_program and next(recipes_of(id, subject, 2, situation), None) is None:
         raise NothingToWriteError(
             f"no script for {id}: no template builds its situation, which is in {clause.where}"
         )
-    place = directory / f"{re_named(id)}.py"
+    place = directory / f"{re.sub('[.-]', '_', id)}.py"
     if place.exists():
         raise NothingToWriteError(
             f"expected to write {place}, but there is something of that name already; nothing was "
             "changed. Give another folder, or move it away"
         )
-    found = _finding(impl, id)
-    named = sorted(clause.judges, key=len, reverse=True)
-    subject = next((s for s in named if found["case"].startswith(s)), subject)
-    tried = 0
-    situation = _situation_of(clause, found["case"])
+    case, message = _finding(target, clause)
+    subject, situation, tried = case.get("subject", subject), case.get("situation", ""), 0
     if is_program:
-        given = re.search(r"^given: (.*)", found["message"], re.MULTILINE)
-        situation = given[1].partition(f", {found['case']}, ")[0] if given else ""
+        given = re.search(r"^given: (.*)", message, re.MULTILINE)
+        situation = given[1].partition(f", {clause.label(case)}, ")[0] if given else ""
         if situation.startswith("the ordinary case"):
-            raise NothingToWriteError(f"no script: what failed is {situation}\n{found['message']}")
-    for recipe in recipes_of(id, subject, found["world_size"] or 1, situation):
-        text = written(recipe, head_of(clause.sentence, id, found["message"]), name, file)
+            raise NothingToWriteError(f"no script: what failed is {situation}\n{message}")
+    for recipe in recipes_of(id, subject, case["world"], situation):
+        text = written(recipe, head_of(clause.sentence, id, message), name, file)
         status, said = _run(text)
         if status == 1:
             directory.mkdir(parents=True, exist_ok=True)
@@ -108,19 +110,8 @@ def _write(impl: str, id: str, directory: Path) -> Path:
         tried += 1
     raise NothingToWriteError(
         f"no small script shows this finding: {tried} tried, none exited with 1; the clause needs "
-        f"the situation of {clause.where}:\n{found['message']}"
+        f"the situation of {clause.where}:\n{message}"
     )
-
-
-def _situation_of(clause: Clause, case: str = "") -> str:
-    """Return the situation of a case of a clause, of any case without `case`; "" where none has."""
-    cases = (each for each in clause.cases() if case in ("", clause.label(each)))
-    return next((each["situation"] for each in cases if "situation" in each), "")
-
-
-def re_named(id: str) -> str:
-    """Return the file name of a clause."""
-    return id.replace(".", "_").replace("-", "_")
 
 
 def _file_of(target: Target) -> tuple[str, Path]:
@@ -145,31 +136,27 @@ def _file_of(target: Target) -> tuple[str, Path]:
     )
 
 
-def _finding(impl: str, id: str) -> Event:
-    """Judge the clause and return its first failed case.
+def _finding(target: Target, clause: Clause) -> tuple[dict[str, Any], str]:
+    """Judge the clause and return its first failed case, and the message.
 
     Raises:
         NothingToWriteError: it passes, is not offered, or cannot be judged.
     """
-    with tempfile.TemporaryDirectory(prefix="trainspec-") as folder:
-        command = [sys.executable, "-m", "spec_tests", "--impl", impl, "--clause", id]
-        command += ["--level", "production", "--report", folder]
-        path = os.pathsep.join(filter(None, [str(REPOSITORY_ROOT), os.environ.get("PYTHONPATH")]))
-        environment = {**os.environ, "PYTHONPATH": path}
-        ended = subprocess.run(
-            command, env=environment, capture_output=True, text=True, check=False
-        )
-        log = Path(folder) / "events.jsonl"
-        events = read_log(log) if log.is_file() else []
-    results = [e for e in events if e["event"] == "result" and e["clause"] == id]
-    for result in results:
-        if result["outcome"] in FAULTS:
-            return result
-    outcomes = {result["outcome"] for result in results}
-    if "passed" in outcomes:
-        raise NothingToWriteError(f"nothing to show: {impl} passes {id}")
-    said = ", ".join(sorted(outcomes)) or f"no result\n{ended.stdout[-2000:]}{ended.stderr[-500:]}"
-    raise NothingToWriteError(f"nothing to show: {id} could not be judged on {impl}: {said}")
+    start_zygote()
+    strategies.register_profiles()
+    seen = {}
+    with contextlib.closing(Worlds()) as worlds, strategies.profile("quick"):
+        for case in clause.cases():
+            found = run_case(clause, target, case, worlds)
+            if found.outcome in FAULTS:
+                return case, found.message
+            seen[found.outcome] = found.message
+    if Outcome.PASSED in seen:
+        raise NothingToWriteError(f"nothing to show: {target.name} passes {clause.id}")
+    said = "; ".join(f"{outcome}\n{message}" for outcome, message in seen.items())
+    raise NothingToWriteError(
+        f"nothing to show: {clause.id} could not be judged on {target.name}: {said}"
+    )
 
 
 def _run(text: str) -> tuple[int, str]:

@@ -25,6 +25,7 @@ from typing import Any
 from torch import nn
 
 from spec_tests.programs.calls import VERBS, Program, after
+from spec_tests.programs.on_ranks import chosen, leaves
 from spec_tests.programs.repro.script import Recipe
 from spec_tests.programs.scene import AXIS_OF, OPTIMIZER, SHARDS, Scene
 from spec_tests.programs.units import units_of
@@ -234,9 +235,8 @@ class _Situation:
 
     def _layer(self, which: str) -> str:
         """Return the name of the first, middle or last layer that runs."""
-        names = [n for n, part in self.module.named_modules() if n and not [*part.children()]]
-        names = [name for name in names if "unused" not in name]
-        return names[{"first": 0, "middle": len(names) // 2, "last": -1}[which]]
+        name: str = chosen([n for n in leaves(self.module) if "unused" not in n], which)
+        return name
 
 
 @cache

@@ -30,7 +30,7 @@ declared and nothing else: a case that passes stays passed, and the entry is nev
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
 from fnmatch import fnmatchcase
@@ -103,7 +103,16 @@ def load(path: str | Path) -> list[Deviation]:
             than PyTorch's. The message names file and entry.
         OSError: The file cannot be read.
     """
-    file = Path(path)
+    path = Path(path)
+    return [
+        replace(entry, is_inherited=file != path)
+        for file, document in documents(path)
+        for entry in _entries(document, file)
+    ]
+
+
+def documents(file: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """Yield a file and what is in it, then the file that it inherits; raise as `load` does."""
     try:
         document = tomllib.loads(file.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -111,8 +120,9 @@ def load(path: str | Path) -> list[Deviation]:
     base = document.pop("inherits", None)
     if base not in (None, "torch"):
         raise ValueError(f'{file}: expected `inherits` to be "torch", got {base!r}; correct it')
-    inherited = [] if base is None else load(_TORCH)
-    return _entries(document, file) + [replace(each, is_inherited=True) for each in inherited]
+    yield file, document
+    if base is not None:
+        yield from documents(_TORCH)
 
 
 def _entries(document: dict[str, Any], file: Path) -> list[Deviation]:

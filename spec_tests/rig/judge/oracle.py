@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
 
 from spec_tests.rig.ranks import wire
 from spec_tests.rig.toys import TOYS, sum_of_squares
@@ -64,40 +63,9 @@ def gradients(
         module = TOYS[toy].build(seed)
         for batch, flag in zip(inputs, flags or [{}] * len(inputs), strict=True):
             sum_of_squares(module(batch, **flag)).backward()
-        return gradients_of(module)
+        return {name: p.grad for name, p in module.named_parameters()}
 
     return dict(once((TOYS[toy], seed, wire.dumps((inputs, flags))), compute))
-
-
-def gradients_of(module: nn.Module) -> Gradients:
-    """`.grad` of every parameter, cloned, None where there is none."""
-    return {
-        name: None if p.grad is None else p.grad.detach().clone()
-        for name, p in module.named_parameters()
-    }
-
-
-def trained(
-    toy: str,
-    seed: int,
-    steps: Iterable[Sequence[torch.Tensor]],
-    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.SGD,
-    **options: Any,
-) -> Named:
-    """Parameters after training on the batches of each step, all in one process."""
-    inputs = [list(batches) for batches in steps]
-
-    def compute() -> Named:
-        module = TOYS[toy].build(seed)
-        plain = optimizer(module.parameters(), **options)
-        for batches in inputs:
-            plain.zero_grad()
-            for batch in batches:
-                sum_of_squares(module(batch)).backward()
-            plain.step()
-        return {name: p.detach().clone() for name, p in module.named_parameters()}
-
-    return dict(once((TOYS[toy], seed, optimizer, wire.dumps((inputs, options))), compute))
 
 
 def zeros_for_none(found: Gradients, like: Named) -> Named:

@@ -13,7 +13,7 @@ from spec_tests.programs.repro.script import head_of, written
 from spec_tests.programs.repro.situations import FOLDER, recipe_of, recipes_of
 from spec_tests.rig import ledger
 from spec_tests.tests.reference.launch import run_script
-from spec_tests.tests.rig.helpers import python
+from spec_tests.tests.rig.helpers import clause_named
 
 LINES = 115
 RIGHT = "from spec_tests import plain\nfrom spec_tests.plain import *\n"
@@ -61,14 +61,10 @@ def test_a_script_shows_the_fault_until_it_is_mended(
     clause: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     """One clause is judged; the findings of the others are made up."""
-    which = next(each for each in ledger.load_all() if each.id == clause)
-    label, size = which.label(case := next(which.cases())), case["world"]
-    message = f"[id]  S\nfound\nso\ngiven: mlp: backward 0, {label}, mine.py"
-    finding = {"case": label, "world_size": size, "message": message}
-    if clause == JUDGED:
-        monkeypatch.setattr(subprocess, "run", lambda command, **_: python(*command[1:]))
-    else:
-        monkeypatch.setattr(command, "_finding", lambda impl, id: finding)
+    case = next((which := clause_named(clause)).cases())
+    message = f"[id]  S\nfound\nso\ngiven: mlp: backward 0, {which.label(case)}, mine.py"
+    if clause != JUDGED:
+        monkeypatch.setattr(command, "_finding", lambda target, clause: (case, message))
     monkeypatch.setattr(command, "_run", run_forked)
     mine = tmp_path / "mine.py"
     mine.write_text(RIGHT + FAULTS[clause])
@@ -104,9 +100,8 @@ def test_a_script_shows_the_fault_until_it_is_mended(
     ],
 )
 def test_where_there_is_no_script_words_say_why(
-    tmp_path: Path, monkeypatch, capsys, impl: str, clause: str, words: str
+    tmp_path: Path, capsys, impl: str, clause: str, words: str
 ):
-    monkeypatch.setattr(subprocess, "run", lambda command, **_: python(*command[1:]))
     (tmp_path / "mine.py").write_text(RIGHT.replace("*", "ddp, finish_gradient_synchronization"))
     given = str(tmp_path / impl) if impl.endswith(".py") else impl
     assert repro(tmp_path, given, clause) == 2
@@ -119,8 +114,8 @@ def test_a_script_that_does_not_show_the_finding_is_not_kept(
 ):
     """The finding is made up, and the file is right: every script exits with 0."""
     (tmp_path / "mine.py").write_text(RIGHT)
-    finding = {"case": "flash_attention-w1", "world_size": 1, "message": "[id]  S\nfound\nso"}
-    monkeypatch.setattr(command, "_finding", lambda impl, id: finding)
+    finding = {"subject": "flash_attention", "world": 1}, "[id]  S\nfound\nso"
+    monkeypatch.setattr(command, "_finding", lambda target, clause: finding)
     monkeypatch.setattr(command, "_run", run_forked)
     assert repro(tmp_path, str(tmp_path / "mine.py"), "attention.forward.values") == 2
     assert "no small script shows this finding: 1 tried" in capsys.readouterr().err

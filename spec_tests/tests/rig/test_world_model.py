@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import re
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,12 +14,12 @@ import torch
 
 from spec_tests.impls import parse
 from spec_tests.programs import declared, draw, explore, law, seeds, shrink, trained
-from spec_tests.programs.alone import SEED, exposed
+from spec_tests.programs.alone import SEED, Alone
 from spec_tests.programs.calls import VERBS, after, parsed, spelled
 from spec_tests.programs.faults import FAULTS
 from spec_tests.programs.pieces import Piece, put_together
 from spec_tests.programs.scene import AXES_OF, Scene
-from spec_tests.programs.stepped import Deaf
+from spec_tests.programs.stepped import Stepped
 from spec_tests.rig import strategies
 from spec_tests.rig.judge import Situation, Violation, judging, runner, violated
 from spec_tests.rig.ledger import load_all
@@ -86,14 +87,25 @@ TELLS = {
 }
 
 
-def test_each_fault_is_exposed_by_a_situation():
-    asked: dict[tuple[str, bool], set[str]] = {}
+ELSE = ("summed", "all-but-the-last", "not-thawed", "frozen-trains")  # have another diagnosis
+
+
+def judged(line: str, size: int, fault: str) -> None:
+    scene, program = law.read(line)
+    given = FAULTS[fault], (is_replicated := "buffers" in fault)
+    ranks = [Alone(scene, size, rank, *given).follow(program) for rank in range(size)]
+    with judging(Situation()):
+        law.judge_values(ranks, "ddp" if is_replicated else "fully_shard", line)
+
+
+def test_each_fault_is_told_by_a_situation_and_named():
     for fault in FAULTS:
-        asked.setdefault((TELLS[fault], "buffers" in fault), set()).add(fault)
-    for (line, is_replicated), faults in asked.items():
-        assert exposed(*law.read(line), 3, is_replicated, faults) == faults
-    assert exposed(*law.read("backward 0, clip two"), 2, False, ["summed"]) == {"summed"}
-    assert exposed(*law.read("another_lives, evaluate 0"), 2, False, FAULTS) == frozenset()
+        judged("another_lives, evaluate 0", 2, fault)  # which tells none
+        said = None if fault in ELSE else re.escape(FAULTS[fault].means)
+        with pytest.raises(Violation, match=said):
+            judged(TELLS[fault], 3, fault)
+    with pytest.raises(Violation):
+        judged("backward 0, clip two", 2, "summed")
 
 
 @pytest.mark.parametrize("subject", AXES_OF)
@@ -111,8 +123,8 @@ def test_every_two_words_meet_in_a_row_and_programs_are_legal_and_use_every_verb
         assert len(rows) < 180
     # On four ranks every word exists.
     for row in rows + 2 * rows[:24]:  # those of a trainer more often: they are few
-        program = draw.programs(row, subject, size, "production", chance)
-        assert after(program, row, subject, size) is not None, law.written(row, program)
+        line = draw.situation_in(row, subject, size, "production", chance)
+        _, program, _ = law.legal(line, subject, size)
         used |= {name for name, *_ in program}
     assert used == {name for name, verb in VERBS.items() if subject in verb.of and verb.often}
 
@@ -150,14 +162,8 @@ def test_what_fails_is_shrunk_to_what_is_needed():
         is_wrong = scene.word("reshard") == "held" and names[:1] == ["backward"] and "step" in names
         return failure if is_wrong else None
 
-    found, _ = shrink.smallest(
-        LINE,
-        failure,
-        judged,
-        subject="fully_shard",
-        size=2,
-        is_avoided=lambda line: "backward 0" in line,
-    )
+    smallest = partial(shrink.smallest, subject="fully_shard", size=2)
+    found, _ = smallest(LINE, failure, judged, is_avoided=lambda line: "backward 0" in line)
     assert found == "held: backward 2, step"
 
 
@@ -201,8 +207,8 @@ def test_a_seed_that_is_appended_is_read_again_if_it_is_legal(tmp_path):
     seeds.append(file, seed)
     assert seeds.load(file) == (seed,)
     wrong = tmp_path / "wrong.toml"
-    seeds.append(wrong, seeds.Seed("ddp", "mlp: accumulate 0, step", ""))
-    with pytest.raises(ValueError, match=r"entry 1: expected a situation that is legal for ddp"):
+    seeds.append(wrong, seeds.Seed("ddp", "mlp: accumulate 0, step", "no source"))
+    with pytest.raises(ValueError, match=r"entry 1: .* no situation of ddp on 2 ranks: call 2 is"):
         seeds.load(wrong)
 
 
@@ -245,13 +251,12 @@ def test_observers_see_what_values_do_not_show(worlds, fault):
 )
 def test_a_mistake_of_an_optimizer_or_a_trainer_has_its_name(fault, line, said):
     scene, program = law.read(line)
-
-    def judge() -> None:
-        if fault == "deaf":
-            return law.judge_updates([Deaf(scene).follow(program)], line)
-        seen = trained.alone(scene, program, 1, 0, {}, fault)
-        return trained.judge_trained([{"declares": {}, "seen": seen}], scene, program, line)
-
+    if fault == "deaf":
+        judge: Any = partial(law.judge_updates, [Stepped(scene, fault).follow(program)], line)
+    else:
+        seen = trained.one_process(scene, 1, 0, {}, fault).follow(program)
+        shown = [{"declares": {}, "seen": seen}]
+        judge = partial(trained.judge_trained, shown, scene, program, line)
     with judging(Situation()), pytest.raises(Violation, match=said):
         judge()
 
