@@ -22,6 +22,7 @@ from spec_tests.programs.scene import AXES_OF, Scene
 from spec_tests.programs.stepped import Stepped
 from spec_tests.rig import strategies
 from spec_tests.rig.judge import Situation, Violation, judging, runner, violated
+from spec_tests.rig.judge.oracle import parameters
 from spec_tests.rig.ledger import load_all
 from spec_tests.rig.outcomes import Outcome
 from spec_tests.rig.toys import TOYS, sum_of_squares
@@ -120,6 +121,8 @@ def test_every_two_words_meet_in_a_row_and_programs_are_legal_and_use_every_verb
         }
         assert draw.pairs(subject, size, "production").keys() <= met
         assert all(row.exists(subject, size) for row in rows)
+        for row in rows:  # one that is not there is an IndexError, which passes for a refusal
+            assert {*row["ignored"]} <= {*range(len(parameters(row["toy"][0], 0)))}
         assert len(rows) < 180
     # On four ranks every word exists.
     for row in rows + 2 * rows[:24]:  # those of a trainer more often: they are few
