@@ -167,24 +167,30 @@ def test_two_nodes_killed_then_told_to_stop_end_with_the_same_bits(place, whole)
     assert left_behind(folder) == whole
 
 
+def killed(folder, rank, moment):
+    """Kill a rank at a moment, in steps (below 0 it starts), and let torchrun start both anew."""
+    folder.mkdir()
+    options = ("--standalone", "--nproc-per-node=2", "--max-restarts=1")
+    with torchrun(options, DDP, FLAGS, folder=folder) as agent:
+        pid = agent.ranks_when_started(2)[rank]
+        after_steps(agent, folder, max(0, int(moment)), NAME)
+        time.sleep(moment % 1 * (0.02 if moment > 0 else 2.0))
+        os.kill(pid, signal.SIGKILL)
+        agent.wait_until(lambda: agent.ranks().get(rank, pid) != pid, "a restart")
+        return agent.wait().require(0), agent.close()
+
+
 @with_proc
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_fifty_kills_at_random_moments_change_no_bit(place, whole):
-    """While a rank starts, between steps, inside of one, in a save; torchrun starts both anew."""
-    draw, options = random.Random(0), ("--standalone", "--nproc-per-node=2", "--max-restarts=1")
-    for number in range(4):
-        rank, moment = draw.randrange(2), draw.uniform(-1, NUM_STEPS)  # below 0 it starts
+    """While a rank starts, between steps, inside of one, in a save."""
+    draw = random.Random(0)
+    for number in range(50):
+        rank, moment = draw.randrange(2), draw.uniform(-1, NUM_STEPS)
         folder = place / f"kill{number}-of-rank{rank}-at-step{moment:.2f}"
-        folder.mkdir()
-        with torchrun(options, DDP, FLAGS, folder=folder) as agent:
-            pid = agent.ranks_when_started(2)[rank]
-            after_steps(agent, folder, max(0, int(moment)), NAME)
-            time.sleep(moment % 1 * (0.02 if moment > 0 else 2.0))
-            os.kill(pid, signal.SIGKILL)
-            agent.wait_until(lambda: agent.ranks().get(rank, pid) != pid, "a restart")
-            ended = agent.wait().require(0)
-            assert agent.close() == [], folder.name
+        ended, left = killed(folder, rank, moment)
+        assert left == [], folder.name
         assert "skipped this checkpoint" not in ended.err, folder.name
         assert left_behind(folder) == whole, folder.name
 
