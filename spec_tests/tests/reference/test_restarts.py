@@ -182,7 +182,7 @@ def killed(folder, rank, moment):
 
 @with_proc
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(3600)
 def test_fifty_kills_at_random_moments_change_no_bit(place, whole):
     """While a rank starts, between steps, inside of one, in a save."""
     draw = random.Random(0)

@@ -120,8 +120,8 @@ class Started:
             self.stop()
         if None in codes:
             return None
-        if not any(codes) and (begin := next(self._trainings, None)):
-            self._processes = begin()
+        if begin := next(self._trainings, None):  # as a shell's loop goes on
+            self._processes, self._until = begin(), time.monotonic() + LIMIT_SECONDS
             return None
         return next((code for code in codes if code), 0)
 
