@@ -13,7 +13,7 @@ from spec_tests.programs.repro.script import head_of, written
 from spec_tests.programs.repro.situations import FOLDER, recipe_of, recipes_of
 from spec_tests.rig import ledger
 from spec_tests.tests.reference.launch import run_script
-from spec_tests.tests.rig.helpers import python
+from spec_tests.tests.rig.helpers import forked
 
 LINES = 115
 RIGHT = "from spec_tests import plain\nfrom spec_tests.plain import *\n"
@@ -66,7 +66,7 @@ def test_a_script_shows_the_fault_until_it_is_mended(
     message = f"[id]  S\nfound\nso\ngiven: mlp: backward 0, {label}, mine.py"
     finding = {"case": label, "world_size": size, "message": message}
     if clause == JUDGED:
-        monkeypatch.setattr(subprocess, "run", lambda command, **_: python(*command[1:]))
+        monkeypatch.setattr(subprocess, "run", forked)
     else:
         monkeypatch.setattr(command, "_finding", lambda impl, id: finding)
     monkeypatch.setattr(command, "_run", run_forked)
@@ -106,7 +106,7 @@ def test_a_script_shows_the_fault_until_it_is_mended(
 def test_where_there_is_no_script_words_say_why(
     tmp_path: Path, monkeypatch, capsys, impl: str, clause: str, words: str
 ):
-    monkeypatch.setattr(subprocess, "run", lambda command, **_: python(*command[1:]))
+    monkeypatch.setattr(subprocess, "run", forked)
     (tmp_path / "mine.py").write_text(RIGHT.replace("*", "ddp, finish_gradient_synchronization"))
     given = str(tmp_path / impl) if impl.endswith(".py") else impl
     assert repro(tmp_path, given, clause) == 2
