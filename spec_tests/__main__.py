@@ -17,7 +17,6 @@
     python -m spec_tests watch [...] -- COMMAND  judge a training script while it trains
     python -m spec_tests submit cs336:PATH OUT.zip  judge a course's checkout, pack the hand-in
     python -m spec_tests autograder DIR [...]   files for Gradescope and GitHub that judge hand-ins
-    python -m spec_tests kills [...]            kill ranks of the reference's training, and compare
 
 An installed package offers the same as `trainspec check`, `trainspec new` and so on. `COMMAND
 --help` lists a command's own options; whatever else `check` is given goes to pytest, such as
@@ -51,7 +50,6 @@ COMMANDS = {
     "compare": "spec_tests.rig.report.compare",
     "explore": "spec_tests.programs.explore",
     "mutants": "spec_tests.programs.meter",
-    "kills": "spec_tests.tests.reference.kills",
     "league": "spec_tests.impls.league",
     "new": "spec_tests.contract.skeletons.__main__",
     "report": "spec_tests.rig.report.command",

@@ -1,15 +1,12 @@
-"""Slow commands run with `--profile deep` only; shards for those that train; the reference loaded.
+"""Slow commands run with `--profile deep` only; shards for those that train.
 
 The suite's own process never imports the reference, so that its ranks can load any implementation.
 """
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from spec_tests.impls import parse
 from spec_tests.tests.reference.training import shard, trained, write_shards
 
 
@@ -42,10 +39,3 @@ def baseline(data, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("baseline")
     trained(data, folder)
     return folder
-
-
-@pytest.fixture
-def in_rank(worlds) -> Callable[..., Any]:
-    """Call `body(ctx, *arguments)`, a function of a module, where the reference can be imported."""
-    world = worlds.world(1, parse("solution"))
-    return lambda body, *arguments: world.run(body, *arguments, timeout_s=120.0)[0]

@@ -25,14 +25,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing import current_process, get_context
 from pathlib import Path
-from types import ModuleType
 from typing import Any
-from unittest import mock
 
 from spec_tests.impls import parse
 from spec_tests.rig.ranks.rank import Context
 from spec_tests.rig.ranks.world import Worlds
-from spec_tests.rig.ranks.zygote import RANK_ENVIRONMENT, forget_triton, share_zygote
+from spec_tests.rig.ranks.zygote import (
+    RANK_ENVIRONMENT,
+    forget_triton,
+    share_zygote,
+    without_main,
+)
 
 ROOT = Path(__file__).resolve().parents[3]
 HAS_PROC = Path("/proc/self/environ").exists()
@@ -142,7 +145,7 @@ def start(
     process = get_context("forkserver").Process(
         target=_run, args=(module, words, str(folder), settings, name), daemon=True
     )
-    with mock.patch.dict(sys.modules, {"__main__": ModuleType("__main__")}):  # not pytest's again
+    with without_main():  # not pytest's again
         process.start()
     return Started(process, folder, name)
 

@@ -26,7 +26,7 @@ NAMES = {
 """How an example begins, and the model that it means."""
 
 
-def said_by_examples(ctx, name, patches, extra):
+def said_by_examples(name, patches, extra):
     """Each example of a command's docstring to what `main` prints for it; all must end with 0."""
     module, found = importlib.import_module(f"solution.{name}"), {}
     for line in re.findall(rf"^    python -m solution\.{name}\b(.*)$", module.__doc__ or "", re.M):
@@ -47,9 +47,10 @@ def count_of(words):
     return name, PUBLISHED[name]
 
 
-def test_memory_of_the_examples(in_rank, tmp_path):
+@on_ranks(1)
+def test_memory_of_the_examples(ctx, tmp_path):
     extra = ("--no-measure", "--device", "cpu", "--out", str(tmp_path), "--batch-size", "1")
-    said = in_rank(said_by_examples, "memory_analysis", {}, extra)
+    said = said_by_examples("memory_analysis", {}, extra)
 
     assert len(said) == 2
     for words, out in said.items():
@@ -73,10 +74,11 @@ RATE = {
 }
 
 
-def test_throughput_of_the_examples(in_rank, tmp_path):
+@on_ranks(1)
+def test_throughput_of_the_examples(ctx, tmp_path):
     patches: dict[str, Any] = {"measure_throughput": RATE, "_build": None, "_sweep": []}
     extra = ("--device", "cpu", "--out", str(tmp_path))
-    said = in_rank(said_by_examples, "throughput", patches, extra)
+    said = said_by_examples("throughput", patches, extra)
 
     assert len(said) == 3
     for words, out in said.items():

@@ -1,14 +1,15 @@
 """Runs that stop and go on end with the same weights: one rank, torchrun's ranks, two nodes.
 
-The commands for several nodes are taken from `solution/README.md` and run. A few pinned kills;
-fifty drawn at random are a command, `python -m spec_tests kills`.
+The commands for several nodes are taken from `solution/README.md` and run.
 """
 
 import os
+import random
 import re
 import shlex
 import signal
 import subprocess
+import time
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,6 @@ import pytest
 import torch
 from torch.distributed.run import get_args_parser
 
-from spec_tests.tests.reference import kills
-from spec_tests.tests.reference.kills import FLAGS, Whole
 from spec_tests.tests.reference.launch import (
     HAS_PROC,
     ROOT,
@@ -38,6 +37,7 @@ from spec_tests.tests.reference.training import (
     steps,
     summary,
     trained,
+    weights,
     write_shards,
 )
 
@@ -74,6 +74,14 @@ def test_one_rank_stops_when_told_to_goes_on_to_the_same_weights_and_stays_done(
 
 # ---------------------------------------------------------------------------------- torchrun
 
+NUM_STEPS, SAVE_EVERY = 40, 3
+FLAGS = (
+    *(*SMALL, "--steps", NUM_STEPS, "--save-every", SAVE_EVERY),
+    *("--data", "../data", "--out", ".", "--checkpoint-dir", "saved"),
+)
+NAME = "ddp_bucketed"
+DECISIVE = ("step", "loss", "lr", "grad_norm", "tokens")
+"""What a log line says about the step and not about the machine."""
 LATER = 4
 """Steps after which a run is disturbed: a save is there, and nearly all of the run is to come."""
 
@@ -94,7 +102,13 @@ def whole(place):
     folder = place / "whole"
     folder.mkdir()
     run_ranks(DDP, *FLAGS, folder=folder)
-    return kills.left_behind(folder)
+    return left_behind(folder)
+
+
+def left_behind(folder):
+    """Return the weights of both ranks, the log, and what is there of saves that did not end."""
+    log = [tuple(line[key] for key in DECISIVE) for line in steps(folder, NAME)]
+    return weights(folder, NAME), log, [path.name for path in (folder / "saved").glob(".*")]
 
 
 def starts(*ended):
@@ -133,11 +147,11 @@ def test_two_nodes_killed_then_told_to_stop_end_with_the_same_bits(place, whole)
     with node(folder, port, 0) as first, node(folder, port, 1) as second:
         nodes = first, second
         ranks = [agent.ranks_when_started(1) for agent in nodes]
-        after_steps(first, folder, LATER, kills.NAME)
+        after_steps(first, folder, LATER, NAME)
         [killed] = ranks[1].values()
         os.kill(killed, signal.SIGKILL)
         second.wait_until(lambda: killed not in second.ranks().values(), "a restart")
-        after_steps(first, folder, num_steps(folder, kills.NAME) + 2, kills.NAME)
+        after_steps(first, folder, num_steps(folder, NAME) + 2, NAME)
         for agent in nodes:
             os.kill(agent.pid, signal.SIGTERM)
         stopped = [agent.wait() for agent in nodes]
@@ -149,8 +163,36 @@ def test_two_nodes_killed_then_told_to_stop_end_with_the_same_bits(place, whole)
     assert starts(*stopped) == 2, "both nodes began anew, once"
     assert ["told to stop; saved after step" in each.err for each in stopped] == [True, True]
     assert "going on after step" in again[0].out
-    assert kills.differences(whole, folder) == []
-    assert kills.torn(folder / "saved", is_over=True) == []
+    assert "skipped this checkpoint" not in again[0].err
+    assert left_behind(folder) == whole
+
+
+def killed(folder, rank, moment):
+    """Kill a rank at a moment, in steps (below 0 it starts), and let torchrun start both anew."""
+    folder.mkdir()
+    options = ("--standalone", "--nproc-per-node=2", "--max-restarts=1")
+    with torchrun(options, DDP, FLAGS, folder=folder) as agent:
+        pid = agent.ranks_when_started(2)[rank]
+        after_steps(agent, folder, max(0, int(moment)), NAME)
+        time.sleep(moment % 1 * (0.02 if moment > 0 else 2.0))
+        os.kill(pid, signal.SIGKILL)
+        agent.wait_until(lambda: agent.ranks().get(rank, pid) != pid, "a restart")
+        return agent.wait().require(0), agent.close()
+
+
+@with_proc
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_fifty_kills_at_random_moments_change_no_bit(place, whole):
+    """While a rank starts, between steps, inside of one, in a save."""
+    draw = random.Random(0)
+    for number in range(50):
+        rank, moment = draw.randrange(2), draw.uniform(-1, NUM_STEPS)
+        folder = place / f"kill{number}-of-rank{rank}-at-step{moment:.2f}"
+        ended, left = killed(folder, rank, moment)
+        assert left == [], folder.name
+        assert "skipped this checkpoint" not in ended.err, folder.name
+        assert left_behind(folder) == whole, folder.name
 
 
 STAND_INS = {
@@ -189,45 +231,6 @@ def test_the_command_for_many_nodes_is_understood(place, tmp_path):
 
 
 # ------------------------------------------------------------------------------ without a process
-
-
-def test_the_command_tells_what_differs(tmp_path):
-    (tmp_path / "ddp_bucketed.jsonl").write_text(
-        '{"step": 1, "loss": 4.5, "lr": 0.1, "grad_norm": 1.0, "tokens": 128}\n'
-    )
-    whole = Whole("0" * 64, [(1, 4.25, 0.1, 1.0, 128), (2, 4.0, 0.1, 1.0, 128)])
-
-    found = kills.differences(whole, tmp_path)
-
-    assert [problem.split(",")[0] for problem in found] == [
-        "rank 0: expected weights 00000000",
-        "rank 1: expected weights 00000000",
-        "expected the step ('step'",
-        "expected 2 steps in the log",
-    ]
-
-
-@pytest.mark.parametrize(
-    ("files", "said"),
-    [
-        ({}, "a marker"),
-        ({"complete.json": '{"files": {"a": 3}}', "a": "xx"}, "'a': 2"),
-        ({"complete.json": '{"files": {"a": 3}}'}, "'a': None"),
-    ],
-    ids=["no-marker", "cut", "missing"],
-)
-def test_the_command_knows_a_torn_checkpoint(tmp_path, files, said):
-    folder = tmp_path / "step-00000003"
-    folder.mkdir()
-    for name, text in files.items():
-        (folder / name).write_text(text)
-    (tmp_path / ".step-00000006.tmp").mkdir()
-
-    [problem] = kills.torn(tmp_path)
-
-    assert "torn checkpoint step-00000003" in problem
-    assert said in problem
-    assert len(kills.torn(tmp_path, is_over=True)) == 2
 
 
 @on_ranks(1)

@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 
 from spec_tests.chapters.measure.timeline import Timeline
+from spec_tests.impls import parse
 from spec_tests.tests.reference.launch import ROOT, run, run_ranks, solution
 from spec_tests.tests.reference.training import BASELINE, DDP, FSDP, summary
 
@@ -85,11 +86,12 @@ GATHERS = {"FULL_SHARD": 5 + 4, "SHARD_GRAD_OP": 5}
 
 @pytest.mark.parametrize(("strategy", "num_ranks"), [("FULL_SHARD", 3), ("SHARD_GRAD_OP", 2)])
 def test_a_gather_is_read_off_by_name_whatever_carries_it(
-    in_rank, data, tmp_path, strategy, num_ranks
+    worlds, data, tmp_path, strategy, num_ranks
 ):
     trained(tmp_path, data, FSDP, "--strategy", strategy, num_ranks=num_ranks)
 
-    told, traced = in_rank(named, tmp_path, f"fsdp_{strategy.lower()}")
+    world, name = worlds.world(1, parse("solution")), f"fsdp_{strategy.lower()}"
+    told, traced = world.run(named, tmp_path, name, timeout_s=120.0)[0]
 
     expected = {"all_gather_rows": GATHERS[strategy] * MICRO_BATCHES, "reduce_scatter_sum": 5}
     assert told == traced == expected

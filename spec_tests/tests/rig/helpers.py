@@ -115,6 +115,11 @@ def python(
     return subprocess.CompletedProcess([*arguments], ended.status, ended.out, ended.err)
 
 
+def forked(command: list[str], *, cwd: Path = ROOT, **_: object) -> Any:
+    """Stand in for `subprocess.run` of this Python, without the import of torch."""
+    return python(*command[1:], cwd=cwd)
+
+
 ADAPTERS_2025 = """\
 import importlib.metadata
 from cs336_systems.ddp import OverlappedDDP

@@ -10,16 +10,14 @@ from typing import Any
 import pytest
 
 from spec_tests import museum
+from spec_tests.__main__ import main
 from spec_tests.contract import FUNCTIONS
 from spec_tests.contract.promises import PROMISES, promises_of, qualified, read
-from spec_tests.programs import seeds
 from spec_tests.rig import ledger
 from spec_tests.rig.clause import REGISTER, Clause, clause, clause_of, clauses, rows
 from spec_tests.rig.outcomes import LEVELS, Strength
 from spec_tests.tests.reference import launch
 from spec_tests.tests.rig.helpers import ROOT, declared
-from spec_tests.tests.rig.watched import told_by
-from spec_tests.watch.command import norms
 
 
 @pytest.fixture
@@ -170,11 +168,8 @@ def test_every_clause_has_either_an_impostor_or_a_reason_why_not():
     assert {c.transports for c in without} <= {("cuda",)}, "what a CPU shows has an impostor"
 
 
-def test_the_ledger_is_fresh():
-    teeth = {**museum.rejected_by(), **told_by()}
-    formerly = seeds.formerly_clauses(seeds.load())
-    text = ledger.render(ledger.load_all(), teeth, norms(), formerly)
-    assert ledger.PATH.read_text() == text, "run `python -m spec_tests ledger`"
+def test_the_ledger_the_museum_and_the_counts_are_fresh(capsys):
+    assert main(["ledger", "--check"]) == 0, capsys.readouterr().out
 
 
 def test_the_ledger_lists_every_clause_and_its_fingerprint_sees_a_change(register):

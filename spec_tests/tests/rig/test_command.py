@@ -58,38 +58,22 @@ def spec_tests(*arguments: str, **options: Any) -> subprocess.CompletedProcess[s
     return python("-m", "spec_tests", *arguments, **options)
 
 
+CLOSED = """
+import os, sys
+read, write = os.pipe()
+os.close(read)
+os.dup2(write, 1)
+sys.argv += ["--help"]
+from spec_tests.__main__ import trainspec
+trainspec()
+"""
+
+
 def test_an_output_that_is_closed_ends_the_command_in_one_line():
     """As `| head` does."""
-    read, write = os.pipe()
-    os.close(read)
-    asked = [sys.executable, "-m", "spec_tests", "--help"]
-    ended = subprocess.run(asked, stdout=write, stderr=subprocess.PIPE, cwd=ROOT, text=True)
-    os.close(write)
+    ended = python("-c", CLOSED)
     said = "stopped: the output was closed, nobody reads the rest\n"
     assert (ended.returncode, ended.stderr) == (2, said)
-
-
-def test_right_code_of_a_users_own_conforms_from_any_folder(tmp_path: Path):
-    (tmp_path / "mine.py").write_text(RIGHT)
-    # The configuration and the tests of whoever calls have no part in the verdict.
-    (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = --no-such-option\n")
-    (tmp_path / "test_theirs.py").write_text("def test_fails():\n    assert False\n")
-    words = ("--impl", "mine.py", "--clause", FROZEN, "--report", "out")
-    ended = spec_tests(*words, cwd=tmp_path, **WORKERS)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert "(level correct; exit status 0)" in ended.stdout
-    events = read_log(tmp_path / "out" / "events.jsonl")
-
-    assert events[-1]["counts"]["passed"] == 1
-    assert events[-1]["counts"]["not_offered"] == 1, "ddp_bucketed is not in the file"
-    assert FROZEN in (tmp_path / "out" / "summary.md").read_text()
-    # For those who read JUnit: what pytest has no word for is a property.
-    cases = ElementTree.parse(tmp_path / "out" / "junit.xml").findall(".//testcase")
-    properties = [{p.attrib["name"]: p.attrib["value"] for p in c.iter("property")} for c in cases]
-    assert {p["case"]: p["outcome"] for p in properties if p["clause"] == FROZEN} == {
-        "ddp-w3": "passed",
-        "ddp_bucketed-w3": "not_offered",
-    }
 
 
 def tells_what_is_wrong(ended: subprocess.CompletedProcess[str]) -> None:
@@ -212,8 +196,9 @@ def test_a_run_that_cannot_judge_says_why(tmp_path: Path, what: str):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "index.html").write_text("conforms")
     arguments, said = BROKEN[what]
-    # Two reports, as `make check ARGS="--report DIR"` gives: the last one is asked for.
-    words = f"--report {{folder}}/other --report {{folder}}/out {arguments}".split()
+    # Two reports, as `make check ARGS="--report DIR"` gives: the last one is asked for, however it
+    # is spelled.
+    words = f"--report {{folder}}/other --report={{folder}}/out {arguments}".split()
     ended = spec_tests(*(word.format(folder=tmp_path) for word in words))
     assert ended.returncode == 2
     old = tmp_path / "out" / "index.html"
@@ -251,27 +236,53 @@ clauses = ["{FROZEN}", "{UNTOUCHED}"]
 """
 
 
-def test_a_report_has_its_points_and_compares_with_the_next(tmp_path: Path):
-    (tmp_path / "points.toml").write_text(POINTS)
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory):
+    """A folder in which a user judged wrong and right code, with a report of each; how that ended.
+
+    The configuration and the tests that are there have no part in the verdict.
+    """
+    folder, ended = tmp_path_factory.mktemp("command"), {}
+    (folder / "points.toml").write_text(POINTS)
+    (folder / "pytest.ini").write_text("[pytest]\naddopts = --no-such-option\n")
+    (folder / "test_theirs.py").write_text("def test_fails():\n    assert False\n")
     for name, text in (("wrong", WRONG), ("right", RIGHT)):
-        (tmp_path / "mine.py").write_text(text)
+        (folder / "mine.py").write_text(text)
         flags = ("--impl", "mine.py", "--points", "points.toml", "--report", name)
-        ended = spec_tests(*flags, *CLAUSES, cwd=tmp_path)
-        if name == "wrong":
-            tells_what_is_wrong(ended)
-        else:
-            assert ended.returncode == 0, ended.stdout + ended.stderr
-        got = {"wrong": "2 of 5 points, Two items", "right": "5 of 5 points, Two items"}[name]
-        assert f"mine.py: {got}" in ended.stdout
-    graded = json.loads((tmp_path / "wrong" / "results.json").read_text())
+        ended[name] = spec_tests(*flags, *CLAUSES, cwd=folder, **WORKERS)
+    return folder, ended
+
+
+def test_right_code_of_a_users_own_conforms_from_any_folder(runs):
+    folder, ended = runs
+    assert ended["right"].returncode == 0, ended["right"].stdout + ended["right"].stderr
+    assert "(level correct; exit status 0)" in ended["right"].stdout
+    counts = read_log(folder / "right" / "events.jsonl")[-1]["counts"]
+    assert (counts["passed"], counts["not_offered"]) == (2, 2), "ddp_bucketed is not in the file"
+    assert FROZEN in (folder / "right" / "summary.md").read_text()
+    # For those who read JUnit: what pytest has no word for is a property.
+    cases = ElementTree.parse(folder / "right" / "junit.xml").findall(".//testcase")
+    properties = [{p.attrib["name"]: p.attrib["value"] for p in c.iter("property")} for c in cases]
+    assert {p["case"]: p["outcome"] for p in properties if p["clause"] == FROZEN} == {
+        "ddp-w3": "passed",
+        "ddp_bucketed-w3": "not_offered",
+    }
+
+
+def test_a_report_has_its_points_and_compares_with_the_next(runs):
+    folder, ended = runs
+    tells_what_is_wrong(ended["wrong"])
+    for name, points in (("wrong", 2), ("right", 5)):
+        assert f"mine.py: {points} of 5 points, Two items" in ended[name].stdout
+    graded = json.loads((folder / "wrong" / "results.json").read_text())
     assert [test["score"] for test in graded["tests"]] == [2, 0]
-    page = (tmp_path / "wrong" / "index.html").read_text()
+    page = (folder / "wrong" / "index.html").read_text()
     assert "Frozen parameters MUST keep" in page, "the norm"
     assert "Who had this bug before" in page, "the stories of its impostors"
-    better = spec_tests("compare", "wrong", "right", cwd=tmp_path)
+    better = spec_tests("compare", "wrong", "right", cwd=folder)
     assert (better.returncode, f"- {FROZEN} on mine.py: FAIL → pass" in better.stdout) == (0, True)
     assert "## What got better: 1" in better.stdout
-    worse = spec_tests("compare", "right", "wrong", cwd=tmp_path)
+    worse = spec_tests("compare", "right", "wrong", cwd=folder)
     assert (worse.returncode, "likely: summed" in worse.stdout) == (1, True), worse.stdout
 
 
@@ -297,17 +308,6 @@ runpy.run_module("spec_tests", run_name="__main__", alter_sys=True)
 """
     ended = python("-c", program, "--impl", "mine.py", "--clause", "ddp.gradients.meen", cwd=folder)
     assert (ended.returncode, MISSPELT in ended.stderr) == (2, True), ended.stdout + ended.stderr
-
-
-# --------------------------------------------------------------------------- without a process
-
-
-def test_options_are_found_in_both_spellings():
-    assert command._flags(["--impl", "a", "--report=b"]).report == "b"
-    assert command._flags(["--impl", "a", "--report", "c"]).report == "c"
-    assert command._flags(["--impl", "a", "--report"]).report is None
-    assert command._flags(["--report", "c", "--report=d"]).report == "d", "as pytest has it"
-    assert command._flags([]).report is None
 
 
 def test_a_clause_that_hung_twice_is_not_run_again(tmp_path: Path):

@@ -9,13 +9,12 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
-from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 
 from spec_tests.rig import autograder, submit
-from spec_tests.tests.rig.helpers import CHECKOUTS, ROOT, faulty_checkout, python
+from spec_tests.tests.rig.helpers import CHECKOUTS, ROOT, faulty_checkout, forked
 
 ITEM = "FlashAttention-2, backward"  # with the fewest clauses
 LEVEL = ("--level", "course")
@@ -33,11 +32,6 @@ def add_rest(folder: Path) -> None:
     for junk in ("weights.pt", ".venv/bin/python", "cs336_systems/__pycache__/a.pyc", ".env"):
         (folder / junk).parent.mkdir(parents=True, exist_ok=True)
         (folder / junk).write_text("not to be handed in")
-
-
-def forked(command: list[str], *, cwd: Path = ROOT, **_: object) -> Any:
-    """Stand in for `subprocess.run` of this Python, without the import of torch."""
-    return python(*command[1:], cwd=cwd)
 
 
 def test_a_checkout_is_judged_and_packed_though_a_clause_fails(tmp_path: Path, monkeypatch):

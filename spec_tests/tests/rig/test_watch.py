@@ -89,36 +89,22 @@ SPAWNED = """
 
     def work(rank, store):
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
-        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=1)
         model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         model(torch.randn(8, 4)).square().mean().backward()
         optimizer.step()
-        if rank == 1:
-            raise KeyError("label")
-        dist.barrier()
+        raise KeyError("label")
 
     if __name__ == "__main__":
-        torch.multiprocessing.spawn(work, args=(os.path.abspath("store"),), nprocs=2)
+        torch.multiprocessing.spawn(work, args=(os.path.abspath("store"),), nprocs=1)
 """
 
 
 def test_an_error_of_a_spawned_rank_is_seen_from_the_command_on(tmp_path: Path):
     status, output = watch("--", sys.executable, script(tmp_path, SPAWNED), cwd=tmp_path)
-    said = ("rank 1: expected it to end, got KeyError: 'label'", "at train.py:12")
+    said = ("rank 0: expected it to end, got KeyError: 'label'", "at train.py:11")
     assert (status, [words for words in said if words not in output]) == (1, []), output
-
-
-@pytest.mark.parametrize(("signals", "expected"), [("9 0", 0), ("9", 1)])
-def test_a_killed_training_that_the_command_resumes_is_advice(
-    tmp_path: Path, signals: str, expected: int
-):
-    path = script(tmp_path, more="os.kill(os.getpid(), int(sys.argv[1]))")
-    all_of_them = f"for signal in {signals}; do {sys.executable} {path} $signal; done"
-    status, output = watch("--", "sh", "-c", all_of_them)
-    assert status == expected, output
-    assert "got the end of its process without a word" in output
-    assert ("the command went on and ended with 0" in output) == (expected == 0)
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,16 @@ see `frame.py`, which the scripts import as a file beside them.
 
 from __future__ import annotations
 
+import atexit
+import os
+import runpy
 import shutil
+import sys
 import tomllib
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from multiprocessing import set_start_method
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -133,3 +139,35 @@ def small() -> list[Small]:
     """Return the scripts of `small.toml`."""
     entries = tomllib.loads((HERE / "small.toml").read_text())["script"]
     return [Small(**entry) for entry in entries]
+
+
+def be_rank(words: list[str], environment: dict[str, str], log: str, boot: str) -> None:
+    """In a fork: be the process that torchrun would have started, watched if there is a `boot`.
+
+    It is here since a fork imports the module: `trial` imports what the agent needs, for 0.1 s.
+    """
+    os.environ |= {**environment, "OMP_NUM_THREADS": "1"}
+    # Of the process that it comes from: torch would take 174 libraries apart, a tenth of a run.
+    weakref.finalize._registry.clear()  # type: ignore[attr-defined]
+    output = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
+    sys.argv = words
+    sys.path.insert(0, str(Path(words[0]).parent))  # as Python does for a script
+    set_start_method("fork", force=True)  # of workers; a forkserver's fork would ask a forkserver
+    if boot:
+        runpy.run_path(boot)["_start"]()
+        # A rank of torchrun's connects at once; a fork might be a worker that loads data.
+        sys.modules["trainspec_watch.guard"].Current.probe.connect()  # type: ignore[attr-defined]
+    status = 0
+    try:
+        runpy.run_path(words[0], run_name="__main__")
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        status = 1
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    os._exit(status)

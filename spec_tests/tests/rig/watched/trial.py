@@ -6,21 +6,19 @@ torchrun and the import of torch take four seconds for each run; this takes one.
 from __future__ import annotations
 
 import argparse
-import atexit
-import os
 import re
-import runpy
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing import get_context, set_start_method
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+from spec_tests.rig.ranks.zygote import without_main
 from spec_tests.tests.reference.launch import free_port
+from spec_tests.tests.rig.watched import be_rank
 from spec_tests.watch import agent, command
 from spec_tests.watch.verdict import Verdict
 
@@ -94,9 +92,10 @@ class Forks(agent.Agent):
             place["LOCAL_WORLD_SIZE"] = self._world
             own = told | {name: str(value) for name, value in place.items()}
             log = f"{self._scratch}/rank{rank}.log"
-            given = (list(words), own, log, self._is_watched)
-            processes.append(context.Process(target=_be_rank, args=given))
-            processes[-1].start()
+            boot = str(agent.BOOT / "sitecustomize.py") if self._is_watched else ""
+            processes.append(context.Process(target=be_rank, args=(list(words), own, log, boot)))
+            with without_main():
+                processes[-1].start()
         return processes
 
     def output(self) -> str:
@@ -121,8 +120,8 @@ class Started:
             self.stop()
         if None in codes:
             return None
-        if not any(codes) and (begin := next(self._trainings, None)):
-            self._processes = begin()
+        if begin := next(self._trainings, None):  # as a shell's loop goes on
+            self._processes, self._until = begin(), time.monotonic() + LIMIT_SECONDS
             return None
         return next((code for code in codes if code), 0)
 
@@ -138,30 +137,3 @@ class Started:
         for process in self._processes:
             process.join(LIMIT_SECONDS)
         return self.poll() or 0
-
-
-def _be_rank(words: list[str], environment: dict[str, str], log: str, is_watched: bool) -> None:
-    """In a fork: be the process that torchrun would have started."""
-    os.environ |= {**environment, "OMP_NUM_THREADS": "1"}
-    output = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
-    sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
-    sys.argv = words
-    sys.path.insert(0, str(Path(words[0]).parent))  # as Python does for a script
-    set_start_method("fork", force=True)  # of workers; a forkserver's fork would ask a forkserver
-    if is_watched:
-        runpy.run_path(str(agent.BOOT / "sitecustomize.py"))["_start"]()
-        # A rank of torchrun's connects at once; a fork might be a worker that loads data.
-        sys.modules["trainspec_watch.guard"].Current.probe.connect()  # type: ignore[attr-defined]
-    status = 0
-    try:
-        runpy.run_path(words[0], run_name="__main__")
-    except SystemExit as end:
-        status = end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
-        status = 1
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    os._exit(status)
