@@ -91,7 +91,8 @@ def test_workers_tell_what_is_wrong_as_one_process_does(tmp_path: Path):
     (tmp_path / "mine.py").write_text(WRONG)
     ended = spec_tests("--impl", str(tmp_path / "mine.py"), "-n", "2", *CLAUSES)
     tells_what_is_wrong(ended)
-    assert ended.stdout.startswith("ddp         FAIL 1, "), "no letters, nor words of xdist"
+    said = re.sub(r"^after .* min: .*\n", "", ended.stdout)  # on a busy machine
+    assert said.startswith("ddp         FAIL 1, "), "no letters, nor words of xdist"
     assert not (ROOT / "events.jsonl").exists(), "no report where none was asked for"
 
 
