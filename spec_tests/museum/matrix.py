@@ -75,8 +75,7 @@ def probe(clause: Clause, impostor: Impostor, worlds: Worlds, *, brief: bool = F
     cases = [case for case in clause.cases() if not own or case["subject"] in own]
     is_seen = clause.transport_on(worlds.transport) in clause.transports
     transport = None if is_seen else "gloo"
-    # The first part has the seeds, which find most; few ranks take least.
-    cases.sort(key=lambda case: (case.get("part", 0), case["world"]))
+    cases.sort(key=lambda case: (case.get("part", 0), case["world"]))  # seeds and few ranks first
     for case in _some(cases, f"{impostor.id} {clause.id}") if brief else cases:
         finding.results.append(run_case(clause, target, case, worlds, transport=transport))
         if finding.decisive is not None:
