@@ -276,7 +276,12 @@ class Alone(Machine):
     def evaluate(self, micro: str) -> Named:
         return {"output": self.output(micro, self.rank).detach()}
 
-    infer = aside = evaluate_apart = evaluate
+    infer = evaluate_apart = evaluate
+
+    def aside(self, micro: str) -> Named:
+        found = self.evaluate(micro)
+        self.accumulate(micro)
+        return found
 
     def record(self, micro: str) -> Named:
         outputs = self._trained(micro, is_local=False)

@@ -314,7 +314,9 @@ class OnRank(Machine):
 
     def aside(self, micro: str) -> Named:
         with self.quietly():
-            return self.evaluate(micro)
+            found = self.evaluate(micro)
+            self.loss(micro).backward()
+        return found
 
     def infer(self, micro: str) -> Named:
         with torch.inference_mode():
