@@ -222,7 +222,7 @@ def described(ctx, subject, toy):
 
 
 def judge_descriptions(world, subject, toy, keys):
-    """Names, order and these keys must be those of the plain model, sharded on dim 0; or refused."""
+    """Names, order and these keys must be the plain model's, sharded on dim 0; or it is refused."""
     __tracebackhide__ = True
     sharded = {
         "is a DTensor": True,
