@@ -181,7 +181,7 @@ VERBS: dict[str, Verb] = {
         when=lambda s: s.is_open and not (s.is_reduced or s.may_refuse), of=REPLICAS, sends=False
     ),
     "early": _BACKWARD(then=_WAITS, of=SHARDS, level="production", ends="open", records=False),
-    "aside": _FORWARD(of=REPLICAS),
+    "aside": _BACKWARD(then=_WAITS, of=REPLICAS, reduces=0),
     "leave": _RESTS(of=REPLICAS + WHOLE, level="production", refusable=WHOLE),
     "partly": _BACKWARD(then=_WAITS, of=SHARDS, level="production", reduces=1),
     "directly": Verb(

@@ -137,7 +137,9 @@ class Training(Machine):
 
     def aside(self, micro: str) -> Named:
         with self.quietly():
-            return self.evaluate(micro)
+            found = self.evaluate(micro)
+            self.loss(micro).backward()
+        return found
 
     def forward(self, micro: str) -> None:
         self.losses = self.loss(micro)

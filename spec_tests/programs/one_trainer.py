@@ -228,6 +228,8 @@ class OneProcess:
         for part, state in zip((self.module, self.optimizer), self.saved[directory], strict=True):
             if part is self.module or self.fault != "loads-weights-alone":
                 part.load_state_dict(copied(state))
+        if self.fault == "rates-of-the-load":
+            self.rates = [group["lr"] for group in self.optimizer.param_groups]
 
 
 def copied(tree: Any) -> Any:
@@ -257,5 +259,6 @@ FAULTS = {
     "untied": "a tied weight is trained by its first name's gradient alone: "
     "the tie, or the other gradient, is lost",
     "loads-weights-alone": "the optimizer's state is not that of the load: it went on as it was",
+    "rates-of-the-load": "`set_lr` multiplies the rates that were saved, and not the initial ones",
     "swallows": "an exception of the caller's code is swallowed",
 }

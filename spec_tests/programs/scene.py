@@ -96,17 +96,17 @@ AXES: Mapping[str, Mapping[str, Word]] = {
         ),
         # Ranks use branches in other orders, or other branches.
         **{
-            name: toy("branches", use, by_rank=True, of=of, refusable=may, is_drawn=False)
+            name: toy(name.split("-")[0], use, by_rank=True, of=of, refusable=may, is_drawn=False)
             for name, use, of, may in (
                 ("branches-in-any-order", ("abc", "cab", "bca", "acb"), REPLICATED, TRAINERS),
                 ("branches-apart", ("b", "c", "a"), REPLICAS, REPLICAS),
                 ("branches-one-each", ("ab", "ac"), REPLICATED, REPLICATED),
+                ("strided-one-each", ("ts", "s"), REPLICAS, REPLICAS),
             )
         },
         "branches-later": toy(
             "branches", ("ab", "abc"), refusable=TRAINERS, of=TRAINERS, is_drawn=False
         ),
-        # Layers in a row, of which a micro-batch leaves out some.
         "ladder": toy("ladder", ("abcd", "ad", "abc"), refusable=MODELS, is_drawn=False),
         "unused": toy("unused", refusable=MODELS + TRAINERS),
         "frozen": toy("frozen", of=TRAINERS, is_drawn=False),
@@ -216,7 +216,7 @@ AXES: Mapping[str, Mapping[str, Word]] = {
         "compiled-whole": Word(level="production", toys=COMPILED),
     },
     # Each unit names the next, in forward and in backward, as to be gathered ahead.
-    "hints": {"unhinted": Word(), "hinted": Word(toys=ALL_USED)},
+    "hints": {"unhinted": Word(), "hinted": Word(toys=(*ALL_USED, "ladder"))},
     "mode": {"training": Word(True), "evaluating": Word(False)},
     # A training forward adds the buffer to its output, and then changes it by the batch.
     "buffers": {

@@ -36,6 +36,7 @@ from spec_tests.rig.toys import TOYS
 WITHIN = {
     "directly": "hooks send whether or not the wrapper's forward came before",
     "accumulate": FAULTS["reduced-in-no-sync"].means,
+    "aside": "an evaluation switches synchronisation on, in place of leaving it as it was",
     "nested": "the inner exit switches synchronisation on, in place of restoring what was before",
 }
 """Calls that replicas do by themselves, and why one sends all the same."""

@@ -167,15 +167,15 @@ class Convolution(nn.Module):
 
 
 class Strided(nn.Module):
-    """A transposed parameter, and one whose gradient arrives expanded (stride zero)."""
+    """A transposed parameter, left out where `use` says so, and one with an expanded gradient."""
 
     def __init__(self) -> None:
         super().__init__()
         self.transposed = nn.Parameter(torch.empty(6, 4).T)
         self.summed = nn.Parameter(torch.empty(6, 3))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x @ self.transposed.T + self.summed.sum()
+    def forward(self, x: torch.Tensor, use: str = "ts") -> torch.Tensor:
+        return (x @ self.transposed.T if "t" in use else x) + self.summed.sum()
 
 
 class Gapped(nn.Module):

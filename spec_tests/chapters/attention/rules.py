@@ -261,6 +261,7 @@ _OTHERS: dict[str, Callable[[Problem], Problem]] = {
     "causal is aligned top-left (row i sees keys j <= i), the contract's is bottom-right": (
         lambda p: TopLeft(**vars(p)) if p.causal and p.seq_q != p.num_keys else p
     ),
+    "the gradient of the log-sum-exp is left out": lambda p: p.but(lse_gradient=False),
 }
 _RATIOS = {
     0.0: "zero in every element",

@@ -130,6 +130,14 @@ def test_optimizer_state_follows_the_parameters_name(world, groups):
     compare(ranks, "optimizer", quantity="saved state of that parameter", given=given)
 
 
+def save_another(ctx, directory):
+    """Save another run under the step of `save_only`; the state that was saved."""
+    trainee = Trainee(ctx, wrapper="torch")
+    trainee.train(3)
+    trainee.save(directory, step=2)
+    return part(trainee.state(), *PARTS)
+
+
 def save_only(ctx, directory, wrapper):
     """Train and save; the state that was saved."""
     return part(Trainee.saved(ctx, directory, step=2, wrapper=wrapper).state(), *PARTS)
@@ -146,22 +154,27 @@ def load_only(ctx, directory):
 
 @clause(
     "checkpoint.world-size.any",
-    source="contract: any-world-size; torchtitan issue 1136, Lightning issue 16815",
+    source="contract: any-world-size, replaces; torchtitan issue 1136, Lightning issue 16815; "
+    "what more ranks left under the step, taken for a part of the save",
     worlds=(1, 2, 3),
 )
 @pytest.mark.parametrize("other", [1, 4])
 def test_a_save_loads_at_any_other_world_size(world, other):
     """A save MUST load at any other world size: model, optimizer, loader and step.
 
-    The ranks that load are other processes than those that saved: nothing comes from memory.
+    The ranks that load are other processes than those that saved: nothing comes from memory. The
+    save replaces one of the same step that had the other world size.
     """
     with folder() as directory:
+        others = world.worlds.world(other, world.target)
+        before = others.run(save_another, directory)
         saved = world.run(save_only, directory, "torch")
-        ranks = world.worlds.world(other, world.target).run(load_only, directory)
+        ranks = others.run(load_only, directory)
 
     loaded, steps = zip(*ranks, strict=True)
-    given = f"saved on {world.size} ranks, loaded on {other}"
-    judge.tensors(loaded, saved[0], quantity="saved value", given=given)
+    given = f"saved on {other} ranks, again on {world.size}, loaded on {other}"
+    hint = Hint("the value of the save that this one replaces, which had another size", before[0])
+    judge.tensors(loaded, saved[0], quantity="saved value", hints=[hint], given=given)
     judge.equal(steps, 2, quantity="step")
 
 

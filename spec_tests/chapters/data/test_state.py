@@ -196,9 +196,17 @@ def test_a_resumed_pass_can_be_stopped_again(world, subject, first, second):
     source="contract: state-snapshot; "
     "a state dict that holds the live counter is that of the end by the time it is written",
 )
-def test_a_state_does_not_change_once_it_is_taken(world, subject):
-    """A state MUST stay that of the moment at which it was taken, while the pass goes on."""
-    goes_on(world, "take 2, state, more all, look | load, take all", 2)
+@pytest.mark.parametrize(
+    "script",
+    [
+        "take 2, state, more all, look | load, take all",
+        "take 2, state | load, take 3 | load, take all",
+    ],
+    ids=["taken", "loaded"],
+)
+def test_a_state_does_not_change_once_it_is_taken(world, subject, script):
+    """A state MUST stay that of the moment at which it was taken, also once it is loaded."""
+    goes_on(world, script, 2)
 
 
 @clause(

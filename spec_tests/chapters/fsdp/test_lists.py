@@ -79,13 +79,15 @@ LISTS = {
 
 @clause(
     "fsdp.backward.list-of-modules",
-    source="contract: lists; "
+    source="contract: lists, tied; "
     "torch.distributed.fsdp.fully_shard: fully_shard([norm, head]), tied or in chunks",
 )
 @pytest.mark.parametrize("how", ["tied", "apart"])
 def test_modules_of_one_call_have_mean_gradients(world, subject, how):
     """Modules that are sharded as a list MUST get mean gradients, tied or called one by one."""
-    sharded.steps_as_alone(world, subject, LISTS[how], is_second=True, reshard_after_forward=True)
+    options: Any = {"is_second": True, "reshard_after_forward": True}
+    usual = LISTS["apart"] if how == "tied" else None  # a tie may be refused
+    sharded.steps_as_alone(world, subject, LISTS[how], usual=usual, **options)
 
 
 def in_part(ctx, subject):

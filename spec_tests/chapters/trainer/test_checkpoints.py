@@ -28,8 +28,6 @@ def resumed(ctx, folder, subject, scene):
     first.method("save")
     second.method("load")
     second.train("9")  # what was there before must not matter
-    if hasattr(first.trainer, "set_lr"):  # the factor is the caller's matter, not the checkpoint's
-        first.rate("0.5")
     first.follow("train 1, train 2")
     if ctx.rank == 0:  # when `save` returns on another rank, all is written
         ctx.be_late(0.05)
@@ -37,7 +35,7 @@ def resumed(ctx, folder, subject, scene):
     second.trainer.load(f"{first.folder}/1")
     found = []
     for run in (first, second):
-        if hasattr(run.trainer, "set_lr"):
+        if hasattr(run.trainer, "set_lr"):  # the factor is the caller's matter
             run.rate("0.25")
         shown = run.follow("read, train 3, train 4")
         found.append({f"{name}, {call}": t for call, each in shown for name, t in each.items()})

@@ -40,7 +40,11 @@ def test_any_situation_does_what_the_plain_optimizer_does(world, subject, part):
 test_load_replaces = holds(
     "zero1.state.load-replaces",
     "A load MUST replace the whole state: entries missing from the loaded state are gone.",
-    {"empty": "even momentum: save, deal 0 all, update, load copied, deal 1 all, update"},
+    {
+        "empty": "even momentum: save, deal 0 all, update, load copied, deal 1 all, update",
+        "in-part": "even momentum: deal 0 half, update, save, deal 1 all, update, load copied, "
+        "deal 2 all, update",
+    },
     needs=FULL_STATE,
     source="contract: load-replaces; torch.optim.Optimizer.load_state_dict",
 )

@@ -51,6 +51,11 @@ FSDP.benign(
 
 FSDP.benign(
     "benign.fsdp-refuses-after-failure",
+    "- found.setdefault(parameter, []).append((owner, name))",
+    "+ if parameter in found:",
+    '+     raise ValueError(f"{name} is a parameter of two names")',
+    "+ found[parameter] = [(owner, name)]",
+    "...",
     "- own = flat.new_empty(flat.numel() // self.size())",
     "- dist.reduce_scatter_tensor(own, flat.reshape(-1), group=self.group)",
     "+ parts = torch.empty_like(flat.reshape(-1))",
@@ -59,7 +64,7 @@ FSDP.benign(
     "@ spec_tests.plain.fully_shard",
     "  if self.is_root and self.run.is_callback_queued:",
     '+     raise RuntimeError("the last backward was interrupted: build the model anew")',
-    does="An error after an interrupted backward, and reductions by all-to-all.",
+    does="An error for a tie and after an interrupted backward, and reductions by all-to-all.",
 )
 
 

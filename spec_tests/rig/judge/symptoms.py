@@ -289,8 +289,9 @@ def _partly_right(seen: torch.Tensor, wanted: torch.Tensor, close: float) -> Cau
     says_something = ((seen != 0) | (wanted != 0)).reshape(-1)
     if not (right & says_something).any() or count == right.numel():
         return None
-    if count * FEW_RIGHT < right.numel():
-        return None  # as many come right by chance, or where a tensor holds few numbers
+    if count * FEW_RIGHT < right.numel():  # as many come right by chance, or among few numbers
+        moved = _moved(seen.reshape(-1), wanted.reshape(-1), right, "positions")
+        return Cause("its elements in another order", moved) if moved else None
     first_wrong = int((~right).int().argmax())
     if count == first_wrong:
         got = f"it in the first {count} elements only"
