@@ -195,20 +195,23 @@ def rows(declare: Callable[..., Any], law: Callable[..., None]) -> Callable[...,
 
     Args:
         declare: `clause`, with the defaults of the file.
-        law: called with world, subject, situation and those options of the row that `clause` lacks.
+        law: called with world, with subject if it takes one, with the situation, and with those
+            options of the row that `clause` lacks.
     """
     of_law, of_clause = inspect.signature(law), inspect.signature(clause).parameters
+    fixtures = [name for name in ("world", "subject") if name in of_law.parameters]
 
     def row(id: str, sentence: str, situation: Any, **options: Any) -> Any:
         """Declare a clause for one situation, or for several by the names of their cases."""
         how = {name: options.pop(name) for name in options.keys() - of_clause.keys()}
-        of_law.bind("world", "subject", situation, **how)  # a TypeError now, not in a run
+        of_law.bind(*fixtures, situation, **how)  # a TypeError now, not in a run
         cases = situation if isinstance(situation, Mapping) else None
-        test: Any = (
-            (lambda world, subject: law(world, subject, situation, **how))
-            if cases is None
-            else (lambda world, subject, situation: law(world, subject, situation, **how))
+        test: Any = lambda **case: law(  # noqa: E731  # `def` has a line more, and so tracebacks
+            *(case[name] for name in fixtures), case.get("situation", situation), **how
         )
+        names = [*fixtures, *(["situation"] if cases is not None else [])]
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        test.__signature__ = inspect.Signature([inspect.Parameter(n, keyword) for n in names])
         # The test is where the row is: for the ledger, messages and tracebacks.
         caller = sys._getframe(1)
         place = {"co_filename": caller.f_code.co_filename, "co_firstlineno": caller.f_lineno}

@@ -1,6 +1,6 @@
 """The shapes that clauses of this chapter have: a problem, and what its answer is held against.
 
-as_fitted(world, subject, problem, *ALL)         the definition, in sizes that the subject takes
+as_fitted(world, subject, problem, ALL)          the definition, in sizes that the subject takes
 asked(world, subject, problem, names, *changes)  answers for changed inputs, for `near` or bits
 """
 
@@ -78,7 +78,12 @@ class _Offered(dict[str, torch.Tensor]):
 
 
 def as_defined(
-    world: World, subject: str, problem: Problem, *names: str, tf32: bool | None = None
+    world: World,
+    subject: str,
+    problem: Problem,
+    names: Sequence[str] = ALL,
+    *,
+    tf32: bool | None = None,
 ) -> None:
     """What the subject answers must be the definition's: what is named, or all.
 
@@ -90,7 +95,7 @@ def as_defined(
         NotOffered: the backward is left open, and what the clause asks of the forward holds.
     """
     __tracebackhide__ = True
-    names = offered(world, subject, names or ALL)
+    names = offered(world, subject, names)
     of_forward = tuple(name for name in names if name not in GRADIENTS)
     is_open = of_forward != names and not offers_backward(world, subject)
     judged = of_forward if is_open else names  # the forward is judged all the same
@@ -105,14 +110,24 @@ def as_defined(
         raise NotOffered("the backward is left open")
 
 
-def as_fitted(world: World, subject: str, problem: Problem, *names: str, **how: Any) -> None:
-    """`as_defined`, in sizes that the subject takes; `how` is for `fitting`."""
+def as_fitted(
+    world: World,
+    subject: str,
+    problem: Problem,
+    names: Sequence[str] = ALL,
+    *,
+    tf32: bool | None = None,
+    fits: Sequence[str] = FITS,
+    is_about_dtype: bool = False,
+) -> None:
+    """`as_defined`, in sizes that the subject takes, see `fitting`."""
     __tracebackhide__ = True
-    as_defined(world, subject, fitting(world, subject, problem, **how), *names)
+    problem = fitting(world, subject, problem, fits=fits, is_about_dtype=is_about_dtype)
+    as_defined(world, subject, problem, names, tf32=tf32)
 
 
 def as_changed(
-    world: World, subject: str, problem: Problem, change: Change, *names: str, what: str
+    world: World, subject: str, problem: Problem, change: Change, names: Sequence[str], what: str
 ) -> None:
     """The answer for changed inputs must be as near to its definition as two right answers are."""
     __tracebackhide__ = True
@@ -283,7 +298,7 @@ def fitting(
     subject: str,
     problem: Problem,
     *,
-    fits: tuple[str, ...] = FITS,
+    fits: Sequence[str] = FITS,
     is_about_dtype: bool = False,
 ) -> Problem:
     """The problem in sizes that the subject takes, for clauses that are about another matter.

@@ -16,7 +16,7 @@ from spec_tests.chapters.attention import bodies, interpreter, law, rules
 from spec_tests.chapters.attention.bodies import KERNELS, observe
 from spec_tests.chapters.attention.problem import ALL, AS_THE_EXERCISE, Problem, inputs
 from spec_tests.rig import judge
-from spec_tests.rig.clause import clauses
+from spec_tests.rig.clause import clauses, rows
 from spec_tests.rig.ranks.errors import NOT_HERE
 
 clause = clauses(judges=KERNELS, level="production", worlds=(1,), transports=("gloo",))
@@ -92,37 +92,34 @@ def _none(world, subject, problem, what):
         judge.holds(launch[what] == 0, said, likely=likely)
 
 
-@clause(
+watched = rows(clause, _none)
+
+test_one_writer = watched(
     "attention.kernels.one-writer",
+    "Each launch MUST store an element at most once: no race, no atomics, one order of sums.",
+    RAGGED,
+    what="stored_again",
     source="contract: kernel-race; "
     "flash-attn, deterministic backward; two programs that store one element race",
 )
-@law.problems(RAGGED)
-def test_each_element_is_stored_once(world, subject, problem):
-    """Each launch MUST store an element at most once: no race, no atomics, one order of sums."""
-    _none(world, subject, problem, "stored_again")
 
-
-@clause(
+test_reads_nothing_of_others = watched(
     "attention.kernels.reads-nothing-of-others",
+    "Within a launch no program MUST read what another one wrote.",
+    RAGGED,
+    what="foreign",
     source="contract: kernel-race; "
     "programs of a launch have no order; the interpreter's is an accident",
 )
-@law.problems(RAGGED)
-def test_no_program_reads_what_another_wrote(world, subject, problem):
-    """Within a launch no program MUST read what another one wrote."""
-    _none(world, subject, problem, "foreign")
 
-
-@clause(
+test_in_bounds = watched(
     "attention.kernels.in-bounds",
+    "Every address that is loaded or stored MUST lie within a tensor that was passed.",
+    RAGGED,
+    what="outside",
     level="correct",
     source="contract: in-bounds; what lies beyond is another tensor, or a fault of the process",
 )
-@law.problems(RAGGED)
-def test_no_address_lies_outside_of_the_arguments(world, subject, problem):
-    """Every address that is loaded or stored MUST lie within a tensor that was passed."""
-    _none(world, subject, problem, "outside")
 
 
 def on_tensor_cores(ctx, subject, problem, names):

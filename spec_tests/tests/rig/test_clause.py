@@ -123,6 +123,18 @@ def test_a_row_is_a_clause_whose_test_calls_the_law_where_the_row_is(register):
         row("ddp.trial.only", "This MUST hold.", "mlp: step", look=True, source="x")
 
 
+def test_a_row_of_a_law_without_a_subject_is_a_clause_that_judges_none(register):
+    calls: list[Any] = []
+    row = rows(
+        clauses(level="course", worlds=(3,)), lambda world, case: calls.append((world, case))
+    )
+    found = declared(row("ddp.trial.only", "This MUST hold.", {"a": 1}, source="x"))
+    assert [*inspect.signature(found.test).parameters] == ["world", "situation"]
+    assert [*map(found.label, found.cases())] == ["w3-a"]
+    found.test(world=3, situation=1)
+    assert calls == [(3, 1)]
+
+
 # ---------------------------------------------------------------------------------- what there is
 
 
