@@ -97,7 +97,7 @@ def as_defined(
     __tracebackhide__ = True
     names = offered(world, subject, names)
     of_forward = tuple(name for name in names if name not in GRADIENTS)
-    is_open = of_forward != names and not offers_backward(world, subject)
+    is_open = of_forward != names and not offers(world, subject, *OUTPUT_AND_GRADIENTS)
     judged = of_forward if is_open else names  # the forward is judged all the same
     parts = [judged] if judged else []
     if "L" in judged and judged != of_forward:  # both forms of a call
@@ -218,22 +218,10 @@ def takes_causal(world: World, subject: str) -> bool:
 
 
 @tried
-def offers_backward(world: World, subject: str) -> bool:
-    """False where the backward of the exercise's sizes raises NotImplementedError."""
+def offers(world: World, subject: str, *names: str) -> bool:
+    """False where what is named raises NotImplementedError in the exercise's sizes."""
     try:
-        asked(world, subject, AS_THE_EXERCISE, OUTPUT_AND_GRADIENTS, same)
-    except NotOffered:
-        return False
-    except FAILURES:
-        pass
-    return True
-
-
-@tried
-def offers_lse(world: World, subject: str) -> bool:
-    """False where `return_lse` raises NotImplementedError in the exercise's sizes."""
-    try:
-        bodies.observe(world, subject, bodies.answers, AS_THE_EXERCISE, ("L",), same)
+        bodies.observe(world, subject, bodies.answers, AS_THE_EXERCISE, names, same)
     except NotOffered:
         return False
     except FAILURES:
@@ -244,7 +232,7 @@ def offers_lse(world: World, subject: str) -> bool:
 def offered(world: World, subject: str, names: Sequence[str]) -> tuple[str, ...]:
     """Return the names, without L where that is not offered and others are left to be judged."""
     others = tuple(name for name in names if name != "L")
-    is_left_out = "L" in names and others and not offers_lse(world, subject)
+    is_left_out = "L" in names and others and not offers(world, subject, "L")
     return others if is_left_out else tuple(names)
 
 
@@ -343,7 +331,7 @@ def require_right(
     Args:
         is_differentiated: the gradients count, too, where there are any.
     """
-    has_gradients = is_differentiated and offers_backward(world, subject)
+    has_gradients = is_differentiated and offers(world, subject, *OUTPUT_AND_GRADIENTS)
     found = num_right(world, subject, problem, TRIED if is_differentiated else TRIED[1:])
     if found < 0:
         _raise_what_is_not_offered(world, subject, problem)
@@ -362,5 +350,5 @@ def _raise_what_is_not_offered(world: World, subject: str, problem: Problem) -> 
 
 def require_backward(world: World, subject: str) -> None:
     """Raise NotOffered where the backward is left open, whatever else the subject refuses."""
-    if not offers_backward(world, subject):
+    if not offers(world, subject, *OUTPUT_AND_GRADIENTS):
         raise NotOffered("the backward is left open")

@@ -283,7 +283,6 @@ test_gradients_large_logits = gradients(
     "flash-attn tests, overflow in the backward; TransformerEngine issue 3216",
 )
 
-
 RANGE = "Triton tutorial: P and dS are cast to float16, whatever the inputs are"
 
 

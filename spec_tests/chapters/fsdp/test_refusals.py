@@ -127,7 +127,6 @@ BAD: dict[str, tuple[Any, dict[str, Any], str]] = {
     "integers": (lambda ctx: Table(), {}, "table|int64"),
 }
 
-
 BUILT_PLAIN = {"integers": Table, "sharded-otherwise": lambda: nn.Linear(4, 4)}
 
 
