@@ -202,10 +202,12 @@ def rows(declare: Callable[..., Any], law: Callable[..., None]) -> Callable[...,
     fixtures = [name for name in ("world", "subject") if name in of_law.parameters]
 
     def row(id: str, sentence: str, situation: Any, **options: Any) -> Any:
-        """Declare a clause for one situation, or for several by the names of their cases."""
+        """Declare a clause for one situation, for several by name, or for each of a list."""
         how = {name: options.pop(name) for name in options.keys() - of_clause.keys()}
         of_law.bind(*fixtures, situation, **how)  # a TypeError now, not in a run
         cases = situation if isinstance(situation, Mapping) else None
+        if isinstance(situation, list | range):
+            cases = {str(each): each for each in situation}
         test: Any = lambda **case: law(  # noqa: E731  # `def` has a line more, and so tracebacks
             *(case[name] for name in fixtures), case.get("situation", situation), **how
         )

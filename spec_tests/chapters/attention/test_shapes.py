@@ -50,13 +50,14 @@ def test_lengths_need_no_tile_to_divide_them(world, subject, problem):
     law.as_defined(world, subject, problem, OUTPUT_AND_GRADIENTS)
 
 
-# Lengths that differ and are whole tiles, one length of whole tiles, and none.
-FORWARD_LENGTHS = ((128, 256), (256, 128), (128, 90), (90, 128), (90, 90))
-
 test_lengths_of_the_forward = defined(
     "attention.shapes.lengths-of-the-forward",
     "Any seq_q and seq_k MUST give the definition's output, whatever the backward does.",
-    {f"{q}-{k}": Problem(seq_q=q, seq_k=k) for q, k in FORWARD_LENGTHS},
+    # Lengths that differ and are whole tiles, one length of whole tiles, and none.
+    {
+        f"{q}-{k}": Problem(seq_q=q, seq_k=k)
+        for q, k in ((128, 256), (256, 128), (128, 90), (90, 128), (90, 90))
+    },
     names=("O",),
     source="contract: any-size; kernels that take the number of keys from q, or count padded keys",
 )
@@ -111,14 +112,15 @@ def test_inputs_without_heads_are_taken(world, subject):
     law.close(world, subject, with_heads, problem, *OUTPUT_AND_GRADIENTS)
 
 
-GROUPS = ((4, 1), (4, 2), (6, 2), (6, 3))
-
 test_grouped_heads = fitted(
     "attention.shapes.grouped-heads",
     "Query head h MUST read key head h // (heads // kv_heads), and dK, dV MUST sum over its group.",
     # h modulo kv_heads reads the wrong keys, and is the same where there is one key head or as many
     # as query heads: those that most tests have. Powers of two hide shifts in place of quotients.
-    {f"{h}-{g}": Problem(seq_q=30, heads=h, kv_heads=g) for h, g in GROUPS},
+    {
+        f"{heads}-{groups}": Problem(seq_q=30, heads=heads, kv_heads=groups)
+        for heads, groups in ((4, 1), (4, 2), (6, 2), (6, 3))
+    },
     names=OUTPUT_AND_GRADIENTS,
     source="contract: grouped; Ainslie et al. 2023; levanter issue 449",
 )

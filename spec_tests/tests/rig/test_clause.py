@@ -128,9 +128,9 @@ def test_a_row_of_a_law_without_a_subject_is_a_clause_that_judges_none(register)
     row = rows(
         clauses(level="course", worlds=(3,)), lambda world, case: calls.append((world, case))
     )
-    found = declared(row("ddp.trial.only", "This MUST hold.", {"a": 1}, source="x"))
+    found = declared(row("ddp.trial.only", "This MUST hold.", [1, "a"], source="x"))
     assert [*inspect.signature(found.test).parameters] == ["world", "situation"]
-    assert [*map(found.label, found.cases())] == ["w3-a"]
+    assert [*map(found.label, found.cases())] == ["w3-1", "w3-a"]
     found.test(world=3, situation=1)
     assert calls == [(3, 1)]
 
