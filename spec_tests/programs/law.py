@@ -117,15 +117,6 @@ def follow(
     }
 
 
-def hooks_that_run(ctx: Context, subject: str, scene: str) -> list[str]:
-    """The hooks of the original module that a forward of the wrapped one runs, in order."""
-    rank, found = WAYS[subject](ctx, subject, scene), list[str]()
-    rank.module.register_forward_pre_hook(lambda *_: found.append("before"))
-    rank.module.register_forward_hook(lambda *_: found.append("after"))
-    rank.output("0")
-    return found
-
-
 def is_legal(scene: Scene, program: Program, subject: str, size: int) -> bool:
     """Return whether the contract says what a function does in a situation on so many ranks."""
     return scene.exists(subject, size) and after(program, scene, subject, size) is not None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import pytest
 
 from spec_tests.programs.alone import SEED
-from spec_tests.programs.law import hooks_that_run, same_as_alone
+from spec_tests.programs.law import same_as_alone
 from spec_tests.programs.ways import Replicas, replicated
 from spec_tests.rig import judge
 from spec_tests.rig.clause import clauses, rows
@@ -106,6 +106,15 @@ test_forward_is_unchanged = holds(
 )
 
 
+def hooks_that_run(ctx, subject):
+    """The hooks of the original that a forward of the wrapper runs, in order."""
+    replica, found = Replicas(ctx, subject, "mlp"), []
+    replica.module.register_forward_pre_hook(lambda *_: found.append("before"))
+    replica.module.register_forward_hook(lambda *_: found.append("after"))
+    replica.loss("0")
+    return found
+
+
 @clause(
     "ddp.construction.runs-the-modules-hooks",
     source="contract: runs-hooks; "
@@ -117,7 +126,7 @@ def test_a_forward_runs_the_hooks_of_the_module(world, subject):
     `self.module.forward(...)` computes the same and skips them: activations that are recorded,
     weights that are normalised before each forward, another wrapper's preparations.
     """
-    ranks = world.run(hooks_that_run, subject, "mlp")
+    ranks = world.run(hooks_that_run, subject)
 
     judge.equal(ranks, ["before", "after"], quantity="hooks of the module that ran")
 

@@ -22,7 +22,6 @@ from spec_tests.rig.toys import with_smallest_gradient
 
 clause = clauses(judges=sharded.FULLY_SHARD, level="correct", worlds=(2, 3))
 holds = rows(clause, same_as_alone)
-steps = rows(clause, sharded.steps_as_alone)
 
 PAPER = "Zhao et al. 2023, section 3.2"
 TRAINING = "test_fully_shard_training"
@@ -80,15 +79,17 @@ def layers(is_in_place):
     return sharded.of_integers(nn.Sequential(*parts))
 
 
-test_inputs_keep_their_gradient = steps(
+@clause(
     "fsdp.backward.inputs-keep-their-gradient",
-    "The gradient of a rank's inputs MUST be its own, neither averaged nor divided.",
-    sharded.Own(partial(layers, False), tracks_input=True),
-    shown=("input",),
     judges=sharded.BOTH,
     source="contract: mean-gradient; "
     f"{PAPER}: parameters are averaged, activations are this rank's own",
 )
+def test_gradients_of_inputs_are_not_averaged(world, subject):
+    """The gradient of a rank's inputs MUST be its own, neither averaged nor divided."""
+    own = sharded.Own(partial(layers, False), tracks_input=True)
+    sharded.steps_as_alone(world, subject, own, shown=("input",))
+
 
 test_unused_unit = holds(
     "fsdp.backward.unused-unit",
@@ -106,15 +107,17 @@ test_unused_unit = holds(
     worlds=(2,),
 )
 
-test_in_place_after_a_layer = steps(
+
+@clause(
     "fsdp.backward.in-place-after-a-layer",
-    "Where outputs of sharded layers are changed in place, a step MUST use the mean gradient.",
-    sharded.Own(partial(layers, True)),
     judges=sharded.BOTH,
     source="contract: mean-gradient; "
     "torch.nn.ReLU, inplace=True; what a custom autograd function gives back is a view",
     worlds=(2,),
 )
+def test_the_output_of_a_sharded_layer_may_be_changed_in_place(world, subject):
+    """Where outputs of sharded layers are changed in place, a step MUST use the mean gradient."""
+    sharded.steps_as_alone(world, subject, sharded.Own(partial(layers, True)))
 
 
 def entangled(ctx, subject, scene, *backwards):
@@ -239,19 +242,21 @@ def branched(case):
     return sharded.Own(branches, partial(use_own, case), numbered, units="root", tracks_input=True)
 
 
-test_unused_on_some_ranks = steps(
+@clause(
     "fsdp.backward.unused-on-some-ranks",
-    "In a unit that all ranks call, a parameter that some use MUST get the mean, or an error.",
-    # The absent count as zero. Messages that hold what this rank used, and no more, meet others of
-    # another meaning, or of another size. A gradient of -0.0 is a gradient, also where only the
-    # division of the sum made it -0.0: an optimizer with weight decay updates what has one, and
-    # must do so on all ranks or on none.
-    {
-        case: branched(case)
-        for case in ("one-each", "one-more", "none", "negative-zero", "underflow-to-negative-zero")
-    },
-    usual=branched(""),
     level="production",
     source="contract: unused-somewhere; "
     "torch.distributed.fsdp, set_reduce_scatter_unused_params; a gate, an expert, a head",
 )
+@pytest.mark.parametrize(
+    "case", ["one-each", "one-more", "none", "negative-zero", "underflow-to-negative-zero"]
+)
+def test_what_some_ranks_do_not_use_is_averaged_with_zero(world, subject, case):
+    """In a unit that all ranks call, a parameter that some use MUST get the mean, or an error.
+
+    The absent count as zero. Messages that hold what this rank used, and no more, meet others of
+    another meaning, or of another size. A gradient of -0.0 is a gradient, also where only the
+    division of the sum made it -0.0: an optimizer with weight decay updates what has one, and must
+    do so on all ranks or on none.
+    """
+    sharded.steps_as_alone(world, subject, branched(case), usual=branched(""), given=case)

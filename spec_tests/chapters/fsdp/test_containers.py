@@ -14,10 +14,9 @@ from spec_tests.chapters.fsdp import sharded
 from spec_tests.chapters.fsdp.test_precision import in_half
 from spec_tests.programs.laws import refusal
 from spec_tests.rig import judge
-from spec_tests.rig.clause import clauses, rows
+from spec_tests.rig.clause import clauses
 
 clause = clauses(judges=sharded.FULLY_SHARD, level="correct", worlds=(2, 3))
-steps = rows(clause, sharded.steps_as_alone)
 
 
 class Both(NamedTuple):
@@ -171,17 +170,21 @@ def test_inputs_and_outputs_may_sit_in_containers(world, subject, outputs):
     sharded.steps_as_alone(world, subject, own, usual=usual, given=outputs, notes_late=may_refuse)
 
 
-test_containers_of_ones_own = steps(
+@clause(
     "fsdp.forward.containers-of-ones-own",
-    "Tensors in dicts, lists and dataclasses of one's own MUST be seen, or an error says no.",
-    # One that is not looked into hides that its backward begins; one that is made anew runs the
-    # code of its class a second time, and forgets what is no argument of it.
-    {kind: contained(kind) for kind in OWN},
-    usual=contained("containers"),
     level="production",
     source="contract: own-containers; UserDict, ModelOutput, a batch",
     worlds=(2,),
 )
+@pytest.mark.parametrize("kind", OWN)
+def test_containers_of_ones_own_classes_are_taken_or_refused(world, subject, kind):
+    """Tensors in dicts, lists and dataclasses of one's own MUST be seen, or an error says no.
+
+    One that is not looked into hides that its backward begins; one that is made anew runs the
+    code of its class a second time, and forgets what is no argument of it.
+    """
+    usual = contained("containers")
+    sharded.steps_as_alone(world, subject, contained(kind), usual=usual, given=kind)
 
 
 def boxed(ctx, subject, kind):

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from spec_tests.chapters.fsdp import sharded
-from spec_tests.programs.law import hooks_that_run, same_as_alone
+from spec_tests.programs.law import same_as_alone
 from spec_tests.programs.laws import refusal
 from spec_tests.rig import judge
 from spec_tests.rig.clause import clauses, rows
@@ -102,12 +102,21 @@ def output_of_two_dtypes(ctx, subject):
 )
 def test_each_weight_of_a_unit_computes_in_its_own_dtype(world, subject):
     """Of a unit of two dtypes each weight MUST be computed with in its own, or be refused."""
-    ordinary = (hooks_that_run, subject, "even")
+    ordinary = (hooks_that_run, subject)
     ranks = refusal.answer_or_refusal(world, output_of_two_dtypes, subject, ordinary=ordinary)
 
     if ranks is not None:
         plain = {"output": Scales()(torch.ones(2, 4)).detach()}
         judge.tensors(ranks, plain, quantity="output")
+
+
+def hooks_that_run(ctx, subject):
+    """The hooks of the original that a forward of the sharded model runs, in order."""
+    rank, found = sharded.on_rank(ctx, subject, "even"), []
+    rank.module.register_forward_pre_hook(lambda *_: found.append("before"))
+    rank.module.register_forward_hook(lambda *_: found.append("after"))
+    rank.output("0")
+    return found
 
 
 @clause(
@@ -118,7 +127,7 @@ def test_each_weight_of_a_unit_computes_in_its_own_dtype(world, subject):
 )
 def test_a_forward_runs_the_hooks_of_the_module(world, subject):
     """A forward of the sharded model MUST run the original module's forward hooks, each once."""
-    ranks = world.run(hooks_that_run, subject, "even")
+    ranks = world.run(hooks_that_run, subject)
 
     judge.equal(ranks, ["before", "after"], quantity="hooks of the module that ran")
 
@@ -178,7 +187,7 @@ def derived(ctx, subject, calls):
 @pytest.mark.parametrize("calls", ["", "backward 0"], ids=["first", "later"])
 def test_a_forward_derivative_is_that_of_the_plain_model(world, subject, calls):
     """Under `torch.func.jvp` a forward MUST give the plain value and tangent, or an error."""
-    ordinary = (hooks_that_run, subject, "even")
+    ordinary = (hooks_that_run, subject)
     ranks = refusal.answer_or_refusal(world, derived, subject, calls, ordinary=ordinary)
 
     if ranks is not None:

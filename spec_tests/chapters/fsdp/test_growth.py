@@ -22,9 +22,15 @@ clause = clauses(judges=BOTH, level="correct")
 )
 def test_memory_does_not_grow_from_step_to_step(world, subject):
     """Live bytes MUST be the same after every step but the first."""
-    ranks = world.run(footprints, subject, 2, steps=5)
-
-    footprint.does_not_grow([rank["history"] for rank in ranks], "after step 1", "after step 4")
+    for rank, seen in enumerate(world.run(footprints, subject, 2, steps=5)):
+        before, after = seen["after step 1"], seen["after step 4"]
+        if after > before:
+            raise judge.violated(
+                f"rank {rank}: expected {before} live bytes as after step 1, got {after} after "
+                "step 4",
+                likely="something is appended in every step and never taken away",
+                evidence=footprint.shown(rank, seen["history"], "after step 4", after, before),
+            )
 
 
 class Shortcut(Tower):

@@ -89,19 +89,6 @@ def at_most(
         )
 
 
-def does_not_grow(histories: Sequence[Points], since: str, until: str) -> None:
-    """No rank may hold more at a moment than at an earlier one, of those in its history."""
-    __tracebackhide__ = True
-    for rank, points in enumerate(histories):
-        before, after = (dict(points)[moment] for moment in (since, until))
-        if after > before:
-            raise judge.violated(
-                f"rank {rank}: expected {before} live bytes as {since}, got {after} {until}",
-                likely="something is appended in every step and never taken away",
-                evidence=shown(rank, points, until, after, before),
-            )
-
-
 def shown(rank: int, points: Points, moment: str, number: int, allowed: int) -> dict[str, Any]:
     """Return a finding on memory for a picture: the last `moment` of `points`, or one number."""
     at = [index for index, point in enumerate(points) if tuple(point) == (moment, number)]

@@ -114,25 +114,13 @@ def test_a_row_is_a_clause_whose_test_calls_the_law_where_the_row_is(register):
     for each in (found, other):
         for case in each.cases():
             each.test(**case)
-    assert calls == [
-        (4, "ddp", "mlp: step", True, first),
-        (3, "ddp", "mlp: step", False, first + 2),
-        (3, "ddp", "tied: step", False, first + 2),
-    ]
+    each_of_several = [(3, "ddp", line, False, first + 2) for line in lines.values()]
+    assert calls == [(4, "ddp", "mlp: step", True, first), *each_of_several]
+    no_subject = rows(clauses(level="course"), lambda world, case: calls.append((world, case)))
+    alone = declared(no_subject("ddp.trial.alone", "This MUST hold.", [1, 2], source="x"))
+    assert [alone.test(**case) or calls.pop() for case in alone.cases()] == [(2, 1), (2, 2)]
     with pytest.raises(TypeError, match="'look'"):  # no option of the law: known without a run
         row("ddp.trial.only", "This MUST hold.", "mlp: step", look=True, source="x")
-
-
-def test_a_row_of_a_law_without_a_subject_is_a_clause_that_judges_none(register):
-    calls: list[Any] = []
-    row = rows(
-        clauses(level="course", worlds=(3,)), lambda world, case: calls.append((world, case))
-    )
-    found = declared(row("ddp.trial.only", "This MUST hold.", [1, "a"], source="x"))
-    assert [*inspect.signature(found.test).parameters] == ["world", "situation"]
-    assert [*map(found.label, found.cases())] == ["w3-1", "w3-a"]
-    found.test(world=3, situation=1)
-    assert calls == [(3, 1)]
 
 
 # ---------------------------------------------------------------------------------- what there is
