@@ -194,7 +194,7 @@ def _words(kind: str, subject: str, level: str) -> Sequence[str]:
     ]
 
 
-def judge_part(world: World, subject: str, level: str, part: int, *, looks: bool = False) -> None:
+def judge_part(world: World, subject: str, part: int, level: str, *, looks: bool = False) -> None:
     """Every seed and every drawn situation of a part must do on the ranks what one process does.
 
     Args:
@@ -276,7 +276,7 @@ def _smallest(
     return failure
 
 
-def judge_rows(world: World, subject: str, level: str, part: int, texts: Sequence[str]) -> None:
+def judge_rows(world: World, subject: str, part: int, level: str, texts: Sequence[str]) -> None:
     """Every row of a part must do on the ranks what one process does, in one of these programs.
 
     Rows that two ranks can build are left to `judge_part`.

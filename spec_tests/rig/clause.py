@@ -195,26 +195,26 @@ def rows(declare: Callable[..., Any], law: Callable[..., None]) -> Callable[...,
 
     Args:
         declare: `clause`, with the defaults of the file.
-        law: called with world, subject, situation and those options of the row that `clause` lacks.
+        law: called with world, subject if it takes one, situation and what `clause` lacks.
     """
     of_law, of_clause = inspect.signature(law), inspect.signature(clause).parameters
+    asked = [n for n in ("world", "subject") if n in of_law.parameters] + ["situation"]
 
     def row(id: str, sentence: str, situation: Any, **options: Any) -> Any:
-        """Declare a clause for one situation, or for several by the names of their cases."""
+        """Declare a clause for one situation, for several by name, or for each of a list."""
         how = {name: options.pop(name) for name in options.keys() - of_clause.keys()}
-        of_law.bind("world", "subject", situation, **how)  # a TypeError now, not in a run
-        cases = situation if isinstance(situation, Mapping) else None
-        test: Any = (
-            (lambda world, subject: law(world, subject, situation, **how))
-            if cases is None
-            else (lambda world, subject, situation: law(world, subject, situation, **how))
-        )
+        of_law.bind(*asked, **how)  # a TypeError now, not in a run
+        cases = {str(s): s for s in situation} if isinstance(situation, list | range) else situation
+        test: Any = lambda **case: law(*[case.get(n, situation) for n in asked], **how)  # noqa: E731  # `def` has a line more
+        names = asked if isinstance(cases, Mapping) else asked[:-1]
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        test.__signature__ = inspect.Signature([inspect.Parameter(n, keyword) for n in names])
         # The test is where the row is: for the ledger, messages and tracebacks.
         caller = sys._getframe(1)
         place = {"co_filename": caller.f_code.co_filename, "co_firstlineno": caller.f_lineno}
         test.__code__ = test.__code__.replace(**place, co_name=id)
         test.__module__, test.__name__, test.__doc__ = caller.f_globals["__name__"], id, sentence
-        if cases is not None:
+        if names is asked:
             test = pytest.mark.parametrize("situation", [*cases.values()], ids=[*cases])(test)
         return declare(id, **options)(test)
 

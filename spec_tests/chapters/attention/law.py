@@ -1,6 +1,6 @@
 """The shapes that clauses of this chapter have: a problem, and what its answer is held against.
 
-as_fitted(world, subject, problem, *ALL)         the definition, in sizes that the subject takes
+as_fitted(world, subject, problem, ALL)          the definition, in sizes that the subject takes
 asked(world, subject, problem, names, *changes)  answers for changed inputs, for `near` or bits
 """
 
@@ -78,7 +78,12 @@ class _Offered(dict[str, torch.Tensor]):
 
 
 def as_defined(
-    world: World, subject: str, problem: Problem, *names: str, tf32: bool | None = None
+    world: World,
+    subject: str,
+    problem: Problem,
+    names: Sequence[str] = ALL,
+    *,
+    tf32: bool | None = None,
 ) -> None:
     """What the subject answers must be the definition's: what is named, or all.
 
@@ -90,9 +95,9 @@ def as_defined(
         NotOffered: the backward is left open, and what the clause asks of the forward holds.
     """
     __tracebackhide__ = True
-    names = offered(world, subject, names or ALL)
+    names = offered(world, subject, names)
     of_forward = tuple(name for name in names if name not in GRADIENTS)
-    is_open = of_forward != names and not offers_backward(world, subject)
+    is_open = of_forward != names and not offers(world, subject, *OUTPUT_AND_GRADIENTS)
     judged = of_forward if is_open else names  # the forward is judged all the same
     parts = [judged] if judged else []
     if "L" in judged and judged != of_forward:  # both forms of a call
@@ -105,14 +110,24 @@ def as_defined(
         raise NotOffered("the backward is left open")
 
 
-def as_fitted(world: World, subject: str, problem: Problem, *names: str, **how: Any) -> None:
-    """`as_defined`, in sizes that the subject takes; `how` is for `fitting`."""
+def as_fitted(
+    world: World,
+    subject: str,
+    problem: Problem,
+    names: Sequence[str] = ALL,
+    *,
+    tf32: bool | None = None,
+    fits: Sequence[str] = FITS,
+    is_about_dtype: bool = False,
+) -> None:
+    """`as_defined`, in sizes that the subject takes, see `fitting`."""
     __tracebackhide__ = True
-    as_defined(world, subject, fitting(world, subject, problem, **how), *names)
+    problem = fitting(world, subject, problem, fits=fits, is_about_dtype=is_about_dtype)
+    as_defined(world, subject, problem, names, tf32=tf32)
 
 
 def as_changed(
-    world: World, subject: str, problem: Problem, change: Change, *names: str, what: str
+    world: World, subject: str, problem: Problem, change: Change, names: Sequence[str], what: str
 ) -> None:
     """The answer for changed inputs must be as near to its definition as two right answers are."""
     __tracebackhide__ = True
@@ -203,22 +218,10 @@ def takes_causal(world: World, subject: str) -> bool:
 
 
 @tried
-def offers_backward(world: World, subject: str) -> bool:
-    """False where the backward of the exercise's sizes raises NotImplementedError."""
+def offers(world: World, subject: str, *names: str) -> bool:
+    """False where what is named raises NotImplementedError in the exercise's sizes."""
     try:
-        asked(world, subject, AS_THE_EXERCISE, OUTPUT_AND_GRADIENTS, same)
-    except NotOffered:
-        return False
-    except FAILURES:
-        pass
-    return True
-
-
-@tried
-def offers_lse(world: World, subject: str) -> bool:
-    """False where `return_lse` raises NotImplementedError in the exercise's sizes."""
-    try:
-        bodies.observe(world, subject, bodies.answers, AS_THE_EXERCISE, ("L",), same)
+        bodies.observe(world, subject, bodies.answers, AS_THE_EXERCISE, names, same)
     except NotOffered:
         return False
     except FAILURES:
@@ -229,7 +232,7 @@ def offers_lse(world: World, subject: str) -> bool:
 def offered(world: World, subject: str, names: Sequence[str]) -> tuple[str, ...]:
     """Return the names, without L where that is not offered and others are left to be judged."""
     others = tuple(name for name in names if name != "L")
-    is_left_out = "L" in names and others and not offers_lse(world, subject)
+    is_left_out = "L" in names and others and not offers(world, subject, "L")
     return others if is_left_out else tuple(names)
 
 
@@ -283,7 +286,7 @@ def fitting(
     subject: str,
     problem: Problem,
     *,
-    fits: tuple[str, ...] = FITS,
+    fits: Sequence[str] = FITS,
     is_about_dtype: bool = False,
 ) -> Problem:
     """The problem in sizes that the subject takes, for clauses that are about another matter.
@@ -328,7 +331,7 @@ def require_right(
     Args:
         is_differentiated: the gradients count, too, where there are any.
     """
-    has_gradients = is_differentiated and offers_backward(world, subject)
+    has_gradients = is_differentiated and offers(world, subject, *OUTPUT_AND_GRADIENTS)
     found = num_right(world, subject, problem, TRIED if is_differentiated else TRIED[1:])
     if found < 0:
         _raise_what_is_not_offered(world, subject, problem)
@@ -347,5 +350,5 @@ def _raise_what_is_not_offered(world: World, subject: str, problem: Problem) -> 
 
 def require_backward(world: World, subject: str) -> None:
     """Raise NotOffered where the backward is left open, whatever else the subject refuses."""
-    if not offers_backward(world, subject):
+    if not offers(world, subject, *OUTPUT_AND_GRADIENTS):
         raise NotOffered("the backward is left open")

@@ -24,13 +24,6 @@ WHOLE_TILES = 128
 FITS = ("", "head dims", "equal lengths", "whole tiles", "whole tiles, equal lengths")
 """Sizes that a subject may insist on, the strictest last; "" is any size."""
 
-DTYPES = {
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "float64": torch.float64,
-}
-
 
 @dataclass(frozen=True)
 class Problem:
@@ -107,7 +100,8 @@ class Problem:
     @property
     def torch_dtype(self) -> torch.dtype:
         """That of q, k, v and the output."""
-        return DTYPES[self.dtype]
+        found: torch.dtype = getattr(torch, self.dtype)
+        return found
 
     @property
     def factor(self) -> float:

@@ -272,7 +272,6 @@ _RATIOS = {
     0.5: "half of what it should be",
 }
 
-
 MOST_SCORES = 2**18
 """Of a problem for which causes are looked for: each candidate is an oracle of its own."""
 

@@ -34,25 +34,25 @@ from spec_tests.chapters.attention.problem import (
 )
 from spec_tests.programs.laws import refusal
 from spec_tests.rig import judge
-from spec_tests.rig.clause import clauses
+from spec_tests.rig.clause import clauses, rows
 
 clause = clauses(judges=ATTENTION, level="correct", worlds=(1,))
 
 
-def penalty(attend, x, is_in_a_sum):
-    """The gradient of <dQ, dQ>, by itself or beside <O, 1>."""
+def penalty(attend, x, place):
+    """The gradient of <dQ, dQ>, "by itself" or "in a sum" with <O, 1>."""
     out = attend(x.q, x.k, x.v)
     (dq,) = torch.autograd.grad(out, (x.q,), x.do, create_graph=True)
-    total = (dq * dq).sum() + (out.sum() if is_in_a_sum else 0.0)
+    total = (dq * dq).sum() + (out.sum() if place == "in a sum" else 0.0)
     found = torch.autograd.grad(total, (x.q, x.k, x.v))
     return dict(zip(GRADIENTS, found, strict=True))
 
 
-def second(ctx, subject, problem, is_in_a_sum):
+def second(ctx, subject, problem, place):
     """The `penalty`'s gradient, or the words of a refusal."""
     try:
         x = inputs(problem).to(ctx.device)
-        return penalty(attending(ctx, subject, problem), x, is_in_a_sum)
+        return penalty(attending(ctx, subject, problem), x, place)
     except Exception as error:
         return refusal_of(ctx, subject, error)
 
@@ -78,42 +78,38 @@ def judge_if_any(seen, wanted, what, likely):
         judge.holds(error <= 1e-2 * size, f"{finding}{error:.3g} of {size:.3g}", likely=likely)
 
 
-def _judge_second(world, subject, *, is_in_a_sum):
+def judge_second(world, subject, place):
+    """A penalty of the gradient, at that place of a loss, must have its own."""
     __tracebackhide__ = True
     problem = law.fitting(world, subject, Problem(seq_q=20))
-    seen = observe(world, subject, second, problem, is_in_a_sum)
+    seen = observe(world, subject, second, problem, place)
 
     x = inputs(problem).each(torch.Tensor.double).to(torch.device("cpu"))
-    defined = penalty(lambda q, k, v: (q @ k.mT * problem.factor).softmax(-1) @ v, x, is_in_a_sum)
+    defined = penalty(lambda q, k, v: (q @ k.mT * problem.factor).softmax(-1) @ v, x, place)
     likely = "the backward takes what the forward saved for constant"
     judge_if_any(seen, defined, "the second derivative", likely)
 
 
-@clause(
+derived = rows(clause, judge_second)
+
+test_second_derivatives = derived(
     "attention.autograd.second-derivatives",
+    "A second derivative MUST be right or an error, never a number that looks like one.",
+    # A backward of differentiable operations gives one: wrong by half, since what the forward saved
+    # is a constant to it.
+    "by itself",
     source="contract: second-derivative; PyTorch issue 116348",
 )
-def test_a_second_derivative_is_right_or_refused(world, subject):
-    """A second derivative MUST be right or an error, never a number that looks like one.
 
-    A backward of differentiable operations gives one: wrong by half, since what the forward saved
-    is a constant to it.
-    """
-    _judge_second(world, subject, is_in_a_sum=False)
-
-
-@clause(
+test_second_derivatives_in_a_sum = derived(
     "attention.autograd.second-derivatives-in-a-sum",
+    "A penalty of the gradient, added to a loss, MUST have its gradient or be an error.",
+    # A gradient without a graph raises where it is alone, and is dropped in silence beside another
+    # term: a penalty that penalises nothing.
+    "in a sum",
     level="production",
     source="contract: second-derivative; `once_differentiable` lets a constant dO through",
 )
-def test_a_second_derivative_beside_a_first_is_right_or_refused(world, subject):
-    """A penalty of the gradient, added to a loss, MUST have its gradient or be an error.
-
-    A gradient without a graph raises where it is alone, and is dropped in silence beside another
-    term: a penalty that penalises nothing.
-    """
-    _judge_second(world, subject, is_in_a_sum=True)
 
 
 def transformed(ctx, subject, problem, transform):

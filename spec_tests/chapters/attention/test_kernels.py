@@ -16,7 +16,7 @@ from spec_tests.chapters.attention import bodies, interpreter, law, rules
 from spec_tests.chapters.attention.bodies import KERNELS, observe
 from spec_tests.chapters.attention.problem import ALL, AS_THE_EXERCISE, Problem, inputs
 from spec_tests.rig import judge
-from spec_tests.rig.clause import clauses
+from spec_tests.rig.clause import clauses, rows
 from spec_tests.rig.ranks.errors import NOT_HERE
 
 clause = clauses(judges=KERNELS, level="production", worlds=(1,), transports=("gloo",))
@@ -59,23 +59,6 @@ def test_a_kernel_is_launched(world, subject):
     )
 
 
-# What no launch may do: by the name of its count, in words, and how one comes to it.
-FAULTS = {
-    "stored_again": (
-        "expected no element to be stored twice",
-        "a tail that reaches into the next head, or a sum over programs in memory",
-    ),
-    "foreign": (
-        "expected no load of an element that another program of the launch stored",
-        "dQ read, added to and stored by each program of keys; or two kernels merged into one",
-    ),
-    "outside": (
-        "expected all addresses within the storages of its arguments",
-        "a load without a mask in the last tile",
-    ),
-}
-
-
 def _interpreted(world, subject, problem):
     forward, backward = _launches(world, subject, problem)
     if not forward:
@@ -83,46 +66,49 @@ def _interpreted(world, subject, problem):
     return forward, backward
 
 
-def _none(world, subject, problem, what):
+def _none(world, subject, problem, *, count, wanted, likely):
+    """No launch may do what its `count` counts."""
     __tracebackhide__ = True
     forward, backward = _interpreted(world, subject, law.fitting(world, subject, problem))
-    wanted, likely = FAULTS[what]
     for launch in (*forward, *backward):
-        said = f"kernel {launch['kernel']}: {wanted}, got {launch[what]}"
-        judge.holds(launch[what] == 0, said, likely=likely)
+        said = f"kernel {launch['kernel']}: {wanted}, got {launch[count]}"
+        judge.holds(launch[count] == 0, said, likely=likely)
 
 
-@clause(
+watched = rows(clause, _none)
+
+test_one_writer = watched(
     "attention.kernels.one-writer",
+    "Each launch MUST store an element at most once: no race, no atomics, one order of sums.",
+    RAGGED,
+    count="stored_again",
+    wanted="expected no element to be stored twice",
+    likely="a tail that reaches into the next head, or a sum over programs in memory",
     source="contract: kernel-race; "
     "flash-attn, deterministic backward; two programs that store one element race",
 )
-@law.problems(RAGGED)
-def test_each_element_is_stored_once(world, subject, problem):
-    """Each launch MUST store an element at most once: no race, no atomics, one order of sums."""
-    _none(world, subject, problem, "stored_again")
 
-
-@clause(
+test_reads_nothing_of_others = watched(
     "attention.kernels.reads-nothing-of-others",
+    "Within a launch no program MUST read what another one wrote.",
+    RAGGED,
+    count="foreign",
+    wanted="expected no load of an element that another program of the launch stored",
+    likely="dQ read, added to and stored by each program of keys; or two kernels merged into one",
     source="contract: kernel-race; "
     "programs of a launch have no order; the interpreter's is an accident",
 )
-@law.problems(RAGGED)
-def test_no_program_reads_what_another_wrote(world, subject, problem):
-    """Within a launch no program MUST read what another one wrote."""
-    _none(world, subject, problem, "foreign")
 
-
-@clause(
+test_in_bounds = watched(
     "attention.kernels.in-bounds",
+    "Every address that is loaded or stored MUST lie within a tensor that was passed.",
+    RAGGED,
+    count="outside",
+    wanted="expected all addresses within the storages of its arguments",
+    likely="a load without a mask in the last tile",
     level="correct",
     source="contract: in-bounds; what lies beyond is another tensor, or a fault of the process",
 )
-@law.problems(RAGGED)
-def test_no_address_lies_outside_of_the_arguments(world, subject, problem):
-    """Every address that is loaded or stored MUST lie within a tensor that was passed."""
-    _none(world, subject, problem, "outside")
 
 
 def on_tensor_cores(ctx, subject, problem, names):

@@ -25,10 +25,11 @@ from spec_tests.chapters.attention.problem import (
     inputs,
 )
 from spec_tests.rig import judge
-from spec_tests.rig.clause import clauses
+from spec_tests.rig.clause import clauses, rows
 from spec_tests.rig.ranks.errors import RankRaised
 
 clause = clauses(judges=ATTENTION, level="correct", worlds=(1,))
+changed = rows(clause, law.as_changed)
 
 
 def _stored(t, *order):
@@ -113,17 +114,17 @@ def summed(x):
     return x.but(do=x.do.new_ones(()).expand_as(x.do))
 
 
-@clause(
+test_strides_of_zero = changed(
     "attention.layout.strides-of-zero",
+    "The gradients of `out.sum()` MUST be right: dO has strides of zero there.",
+    # Values alone, dV above all: with dO of ones dQ and dK are a difference of equal sums.
+    Problem(seq_q=40),
+    change=summed,
+    names=GRADIENTS,
+    what="out.sum()",
     source="contract: any-strides; "
     "flash-attn issue 91: out.sum().backward() hands over strides of zero",
 )
-def test_an_expanded_upstream_gradient_is_read_as_one(world, subject):
-    """The gradients of `out.sum()` MUST be right: dO has strides of zero there.
-
-    Values alone, dV above all: with dO of ones dQ and dK are a difference of equal sums.
-    """
-    law.as_changed(world, subject, Problem(seq_q=40), summed, *GRADIENTS, what="out.sum()")
 
 
 def expanded(x):
@@ -131,17 +132,16 @@ def expanded(x):
     return x.but(k=x.k[:1].expand_as(x.k), v=x.v[:1].expand_as(x.v))
 
 
-@clause(
+test_expanded_keys = changed(
     "attention.layout.expanded-keys",
+    "k and v expanded over the batch MUST give the values and gradients of copies.",
+    Problem(seq_q=40, batch=3),
+    change=expanded,
+    names=OUTPUT_AND_GRADIENTS,
+    what="k and v expanded",
     source="contract: any-strides; "
     "one prompt for many continuations; a gradient buffer made like an expanded input",
 )
-def test_keys_expanded_over_the_batch_are_keys(world, subject):
-    """k and v expanded over the batch MUST give the values and gradients of copies."""
-    problem = Problem(seq_q=40, batch=3)
-    law.as_changed(
-        world, subject, problem, expanded, *OUTPUT_AND_GRADIENTS, what="k and v expanded"
-    )
 
 
 def amid(x, around):

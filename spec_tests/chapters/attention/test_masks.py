@@ -24,10 +24,11 @@ from spec_tests.chapters.attention.problem import (
     same,
 )
 from spec_tests.rig import judge
-from spec_tests.rig.clause import clauses
+from spec_tests.rig.clause import clauses, rows
 from spec_tests.rig.judge.tolerance import rounding
 
 clause = clauses(judges=ATTENTION, level="correct", worlds=(1,))
+fitted = rows(clause, law.as_fitted)
 
 LENGTHS = {
     "more-keys": Problem(seq_q=50, seq_k=83, causal=True),
@@ -52,7 +53,7 @@ PARTS = {"forward": ("O", "L"), "backward": OUTPUT_AND_GRADIENTS}
 @pytest.mark.parametrize("part", PARTS)
 def test_a_kernel_with_a_causal_mask_has_the_values(world, subject, part):
     """With a causal mask a kernel's O, L and gradients MUST be those of the definition."""
-    law.as_defined(world, subject, AS_THE_EXERCISE.but(causal=True), *PARTS[part])
+    law.as_defined(world, subject, AS_THE_EXERCISE.but(causal=True), PARTS[part])
 
 
 @clause(
@@ -63,7 +64,7 @@ def test_a_kernel_with_a_causal_mask_has_the_values(world, subject, part):
 @pytest.mark.parametrize("part", PARTS)
 def test_a_causal_mask_is_not_ignored(world, subject, part):
     """With a causal mask and equal lengths O, L and gradients MUST be those of the definition."""
-    law.as_defined(world, subject, AS_THE_EXERCISE.but(causal=True), *PARTS[part])
+    law.as_defined(world, subject, AS_THE_EXERCISE.but(causal=True), PARTS[part])
 
 
 @clause(
@@ -73,31 +74,28 @@ def test_a_causal_mask_is_not_ignored(world, subject, part):
 def test_no_mask_is_applied_unless_one_asks(world, subject):
     """Without `causal` the output MUST be that of a call with `causal=False`."""
     law.require_right(world, subject, AS_THE_EXERCISE, is_differentiated=False)
-    law.as_defined(world, subject, AS_THE_EXERCISE.but(causal=None), "O")
+    law.as_defined(world, subject, AS_THE_EXERCISE.but(causal=None), ("O",))
 
 
-@clause(
+test_bottom_right = fitted(
     "attention.causal.bottom-right",
+    "Row i MUST see exactly the keys j <= i + seq_k - seq_q.",
+    LENGTHS,
+    names=("O", "L"),
+    fits=UNEQUAL,
     source="contract: causal; flash-attn 2.1 changed it; PyTorch issues 103082 and 108108",
 )
-@law.problems(LENGTHS)
-def test_causal_is_aligned_at_the_last_query(world, subject, problem):
-    """Row i MUST see exactly the keys j <= i + seq_k - seq_q."""
-    law.as_fitted(world, subject, problem, "O", "L", fits=UNEQUAL)
 
-
-@clause(
+test_gradients_bottom_right = fitted(
     "attention.causal.gradients-bottom-right",
+    "With a causal mask and unequal lengths the gradients MUST be those of the definition.",
+    # The backward walks down a column of tiles where the forward walks along a row, and so has
+    # bounds that can be wrong independently.
+    LENGTHS,
+    names=OUTPUT_AND_GRADIENTS,
+    fits=UNEQUAL,
     source="contract: causal; the Triton tutorial's backward was always causal, issue 5660",
 )
-@law.problems(LENGTHS)
-def test_gradients_follow_the_same_mask(world, subject, problem):
-    """With a causal mask and unequal lengths the gradients MUST be those of the definition.
-
-    The backward walks down a column of tiles where the forward walks along a row, and so has bounds
-    that can be wrong independently.
-    """
-    law.as_fitted(world, subject, problem, *OUTPUT_AND_GRADIENTS, fits=UNEQUAL)
 
 
 @clause("attention.causal.first-row", source="contract: causal; one key has weight one")
@@ -190,30 +188,25 @@ def judge_hidden(world, subject, garbage):
     judge.tensors([answer(garbage)], clean, quantity="value before the garbage")
 
 
-@clause(
+hidden = rows(clause, judge_hidden)
+
+test_hidden_keys_do_not_matter = hidden(
     "attention.causal.hidden-keys-do-not-matter",
+    "Finite values of keys that a row cannot see MUST not change a bit of it, nor of its gradient.",
+    # The rows of the diagonal's own tiles are among them.
+    [100.0, -1e4],
     source="contract: rows-apart; "
     "PyTorch issue 101967; a mask that is added to the scores lets large ones through",
 )
-@pytest.mark.parametrize("garbage", [100.0, -1e4])
-def test_what_is_hidden_does_not_matter(world, subject, garbage):
-    """Finite values of keys that a row cannot see MUST not change a bit of it, nor of its gradient.
 
-    The rows of the diagonal's own tiles are among them.
-    """
-    judge_hidden(world, subject, garbage)
-
-
-@clause(
+test_hidden_keys_of_any_size = hidden(
     "attention.causal.hidden-keys-of-any-size",
+    "Keys of 1e8 that a row cannot see MUST NOT change a bit of it, nor of its gradient.",
+    [1e8, -1e8],
     level="production",
     source="contract: rows-apart; "
     "CS336 assignment 2 adds -1e6 to the scores, which larger ones survive",
 )
-@pytest.mark.parametrize("garbage", [1e8, -1e8])
-def test_what_is_hidden_does_not_matter_however_large(world, subject, garbage):
-    """Keys of 1e8 that a row cannot see MUST NOT change a bit of it, nor of its gradient."""
-    judge_hidden(world, subject, garbage)
 
 
 def cut(x, rows):

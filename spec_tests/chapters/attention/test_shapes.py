@@ -21,10 +21,11 @@ from spec_tests.chapters.attention.problem import (
     same,
 )
 from spec_tests.rig import judge
-from spec_tests.rig.clause import clauses
+from spec_tests.rig.clause import clauses, rows
 from spec_tests.rig.judge.tolerance import rounding
 
 clause = clauses(judges=ATTENTION, level="correct", worlds=(1,))
+defined, fitted = rows(clause, law.as_defined), rows(clause, law.as_fitted)
 
 LENGTHS = {
     "17-130": Problem(seq_q=17, seq_k=130),
@@ -46,21 +47,20 @@ LENGTHS = {
 def test_lengths_need_no_tile_to_divide_them(world, subject, problem):
     """Any seq_q and seq_k MUST give the definition's output and gradients, not only whole tiles."""
     law.require_causal(world, subject, problem)
-    law.as_defined(world, subject, problem, *OUTPUT_AND_GRADIENTS)
+    law.as_defined(world, subject, problem, OUTPUT_AND_GRADIENTS)
 
 
-# Lengths that differ and are whole tiles, one length of whole tiles, and none.
-FORWARD_LENGTHS = ((128, 256), (256, 128), (128, 90), (90, 128), (90, 90))
-
-
-@clause(
+test_lengths_of_the_forward = defined(
     "attention.shapes.lengths-of-the-forward",
+    "Any seq_q and seq_k MUST give the definition's output, whatever the backward does.",
+    # Lengths that differ and are whole tiles, one length of whole tiles, and none.
+    {
+        f"{q}-{k}": Problem(seq_q=q, seq_k=k)
+        for q, k in ((128, 256), (256, 128), (128, 90), (90, 128), (90, 90))
+    },
+    names=("O",),
     source="contract: any-size; kernels that take the number of keys from q, or count padded keys",
 )
-@law.problems({f"{q}-{k}": Problem(seq_q=q, seq_k=k) for q, k in FORWARD_LENGTHS})
-def test_any_lengths_give_the_definitions_output(world, subject, problem):
-    """Any seq_q and seq_k MUST give the definition's output, whatever the backward does."""
-    law.as_defined(world, subject, problem, "O")
 
 
 @clause(
@@ -71,7 +71,7 @@ def test_any_lengths_give_the_definitions_output(world, subject, problem):
 def test_any_head_dim_is_right(world, subject, problem):
     """Any head dim MUST give the definition's values, a power of two or not."""
     fitted = law.fitting(world, subject, problem).but(head_dim=problem.head_dim)
-    law.as_defined(world, subject, fitted, *OUTPUT_AND_GRADIENTS)
+    law.as_defined(world, subject, fitted, OUTPUT_AND_GRADIENTS)
 
 
 @clause(
@@ -112,34 +112,27 @@ def test_inputs_without_heads_are_taken(world, subject):
     law.close(world, subject, with_heads, problem, *OUTPUT_AND_GRADIENTS)
 
 
-GROUPS = ((4, 1), (4, 2), (6, 2), (6, 3))
-
-
-@clause(
+test_grouped_heads = fitted(
     "attention.shapes.grouped-heads",
+    "Query head h MUST read key head h // (heads // kv_heads), and dK, dV MUST sum over its group.",
+    # h modulo kv_heads reads the wrong keys, and is the same where there is one key head or as many
+    # as query heads: those that most tests have. Powers of two hide shifts in place of quotients.
+    {
+        f"{heads}-{groups}": Problem(seq_q=30, heads=heads, kv_heads=groups)
+        for heads, groups in ((4, 1), (4, 2), (6, 2), (6, 3))
+    },
+    names=OUTPUT_AND_GRADIENTS,
     source="contract: grouped; Ainslie et al. 2023; levanter issue 449",
 )
-@law.problems({f"{h}-{g}": Problem(seq_q=30, heads=h, kv_heads=g) for h, g in GROUPS})
-def test_query_heads_share_keys_in_neighbouring_groups(world, subject, problem):
-    """Query head h MUST read key head h // (heads // kv_heads), and dK, dV MUST sum over its group.
 
-    h modulo kv_heads reads the wrong keys, and is the same where there is one key head or as many
-    as query heads: those that most tests have. Powers of two hide shifts in place of quotients.
-    """
-    law.as_fitted(world, subject, problem, *OUTPUT_AND_GRADIENTS)
-
-
-@clause(
+test_grouped_sums_are_wide = fitted(
     "attention.shapes.grouped-sums-are-wide",
+    "dK and dV of a group of 32 MUST be rounded once, after the sum: within 1.25 u in norm.",
+    law.varied(Problem(seq_q=20, seq_k=24, heads=32, kv_heads=1), dtype=("float16", "bfloat16")),
+    names=("dK", "dV"),
     source="contract: one-rounding, grouped; "
     "levanter issue 449, ffpa issue 301: sums over the group in half precision",
 )
-@law.problems(
-    law.varied(Problem(seq_q=20, seq_k=24, heads=32, kv_heads=1), dtype=("float16", "bfloat16"))
-)
-def test_gradients_of_a_group_are_summed_before_they_are_rounded(world, subject, problem):
-    """dK and dV of a group of 32 MUST be rounded once, after the sum: within 1.25 u in norm."""
-    law.as_fitted(world, subject, problem, "dK", "dV")
 
 
 @clause("attention.shapes.one-of-each", source="contract: any-size; flash-attn tests, length 1")
@@ -238,43 +231,35 @@ EACH = law.varied(
 def test_every_configuration_has_the_values(world, subject, problem):
     """Every head dim, dtype and mask MUST have the definition's values on three distributions."""
     # Where all is one, dQ and dK are zero but for rounding, and norms of zero allow nothing.
-    law.as_fitted(world, subject, problem, *(["O", "L", "dV"] if problem.data == "ones" else []))
+    law.as_fitted(world, subject, problem, ("O", "L", "dV") if problem.data == "ones" else ALL)
 
 
-@clause(
+test_long_sequences = defined(
     "attention.device.long-sequences",
+    "Over 4096 keys in bfloat16, O MUST stay within one rounding, its gradients within 1.25.",
+    law.varied(Problem(seq_q=4096, heads=1, dtype="bfloat16"), causal=law.BOTH, head_dim=(64, 128)),
     source="contract: one-rounding; "
     "accumulators in bfloat16 grow worse with length; the norm of the error shows it",
     **ON_A_GPU,
 )
-@law.problems(
-    law.varied(Problem(seq_q=4096, heads=1, dtype="bfloat16"), causal=law.BOTH, head_dim=(64, 128))
-)
-def test_long_sequences_are_as_exact_as_short_ones(world, subject, problem):
-    """Over 4096 keys in bfloat16, O MUST stay within one rounding, its gradients within 1.25."""
-    law.as_defined(world, subject, problem)
 
-
-@clause(
+test_float32_is_float32 = fitted(
     "attention.device.float32-is-float32",
+    "In float32 outputs and gradients MUST have its rounding, not that of TF32's eleven bits.",
+    law.varied(Problem(seq_q=300, causal=True), head_dim=(64, 128)),
+    tf32=False,
     level="production",
     source="contract: float32-products; "
     "products of float32 are TF32 on tensor cores unless one says otherwise",
     **ON_A_GPU,
 )
-@law.problems(law.varied(Problem(seq_q=300, causal=True), head_dim=(64, 128)))
-def test_float32_has_24_bits(world, subject, problem):
-    """In float32 outputs and gradients MUST have its rounding, not that of TF32's eleven bits."""
-    law.as_defined(world, subject, law.fitting(world, subject, problem), tf32=False)
 
-
-@clause(
+test_many_sequences = defined(
     "attention.device.many-sequences",
+    "More than 65 535 pairs of sequence and head MUST work like few.",
+    Problem(seq_q=5, head_dim=16, batch=33_000, heads=2, dtype="float16", causal=True),
+    names=OUTPUT_AND_GRADIENTS,
     source="contract: any-size; "
     "CUDA: 65 535 blocks on the second and third axis; PyTorch issue 142228",
     **ON_A_GPU,
 )
-def test_more_sequences_than_a_grid_axis_holds(world, subject):
-    """More than 65 535 pairs of sequence and head MUST work like few."""
-    problem = Problem(seq_q=5, head_dim=16, batch=33_000, heads=2, dtype="float16", causal=True)
-    law.as_defined(world, subject, problem, *OUTPUT_AND_GRADIENTS)

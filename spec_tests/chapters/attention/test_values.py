@@ -33,26 +33,28 @@ from spec_tests.chapters.attention.problem import (
     same,
 )
 from spec_tests.rig import judge
-from spec_tests.rig.clause import clauses
+from spec_tests.rig.clause import clauses, rows
 from spec_tests.rig.judge.tolerance import rounding
 
 clause = clauses(judges=ATTENTION, level="correct", worlds=(1,))
+defined, fitted = rows(clause, law.as_defined), rows(clause, law.as_fitted)
+outputs = rows(clause, partial(law.as_fitted, names=("O", "L")))
+gradients = rows(clause, partial(law.as_fitted, names=GRADIENTS))
 
+FULL_AND_CAUSAL = law.varied(RAGGED, causal=law.BOTH)
 LOGITS = law.varied(RAGGED, causal=law.BOTH, data=("large", "negative", "outliers"))
 HALF = ("float16", "bfloat16")
 
-
-@clause(
+test_forward_values = defined(
     "attention.forward.values",
+    "The output MUST be softmax(q k^T scale) v, to float32 or TF32 rounding.",
+    # The exercise's tests allow 1e-2, and TF32 is what `tl.dot` does on a GPU unless told
+    # otherwise.
+    AS_THE_EXERCISE,
+    names=("O",),
     level="course",
     source="contract: values; CS336 assignment 2, FlashAttention-2 forward; Dao 2023, section 3.1",
 )
-def test_the_output_is_softmax_of_scaled_scores_times_values(world, subject):
-    """The output MUST be softmax(q k^T scale) v, to float32 or TF32 rounding.
-
-    The exercise's tests allow 1e-2, and TF32 is what `tl.dot` does on a GPU unless told otherwise.
-    """
-    law.as_defined(world, subject, AS_THE_EXERCISE, "O")
 
 
 @clause(
@@ -66,96 +68,75 @@ def test_products_of_float32_keep_24_bits(world, subject):
     law.as_defined(world, subject, AS_THE_EXERCISE, tf32=False)
 
 
-@clause(
+test_lse_values = defined(
     "attention.forward.lse-values",
+    "L MUST be the natural log-sum-exp of each row's scores, one number per query.",
+    AS_THE_EXERCISE,
+    names=("L",),
     level="course",
     source="contract: lse-values; "
     "CS336 assignment 2, equation 12: L is saved for the backward, one number per row",
 )
-def test_the_log_sum_exp_of_each_row_is_there(world, subject):
-    """L MUST be the natural log-sum-exp of each row's scores, one number per query."""
-    law.as_defined(world, subject, AS_THE_EXERCISE, "L")
 
-
-@clause(
+test_forward_half_precision = fitted(
     "attention.forward.half-precision",
+    "In float16 and bfloat16 the output MUST be within one rounding of the definition, in norm.",
+    # And no further than 1.25 times a plain attempt in that dtype: the sums are float32. A result
+    # in another dtype than q's is none. Scores of a hundred show a rounding of theirs, those of one
+    # hide it beside the output's.
+    {
+        f"{case}-{dtype}": problem.but(dtype=dtype)
+        for case, problem in {"wide-logits": RAGGED.but(data="negative"), **FULL_AND_CAUSAL}.items()
+        for dtype in HALF
+    },
+    names=("O",),
+    is_about_dtype=True,
     source="contract: one-rounding; "
     "flash-attn tests: errors relative to a plain attempt; norms in place of maxima",
 )
-@pytest.mark.parametrize("dtype", HALF)
-@law.problems({"wide-logits": RAGGED.but(data="negative"), **law.varied(RAGGED, causal=law.BOTH)})
-def test_half_precision_is_as_good_as_its_rounding(world, subject, dtype, problem):
-    """In float16 and bfloat16 the output MUST be within one rounding of the definition, in norm.
 
-    And no further than 1.25 times a plain attempt in that dtype: the sums are float32. A result in
-    another dtype than q's is none. Scores of a hundred show a rounding of theirs, those of one
-    hide it beside the output's.
-    """
-    law.as_fitted(world, subject, problem.but(dtype=dtype), "O", is_about_dtype=True)
-
-
-@clause(
+test_lse = fitted(
     "attention.forward.lse",
+    "The log-sum-exp MUST be natural, float32, [batch, heads, seq_q], to 4e-6 in every dtype.",
+    # Ring attention and split keys merge results by it. Statistics are float32 whatever the inputs
+    # are: a scale that is multiplied into K in its own dtype shows here, and nowhere else.
+    law.varied(RAGGED, causal=law.BOTH, dtype=("float32", *HALF)),
+    names=("L",),
     source="contract: lse-dtype, lse-values; PyTorch issue 181645, a base-2 logarithm",
 )
-@law.problems(law.varied(RAGGED, causal=law.BOTH, dtype=("float32", *HALF)))
-def test_the_log_sum_exp_is_natural_and_float32(world, subject, problem):
-    """The log-sum-exp MUST be natural, float32, [batch, heads, seq_q], to 4e-6 in every dtype.
 
-    Ring attention and split keys merge results by it. Statistics are float32 whatever the inputs
-    are: a scale that is multiplied into K in its own dtype shows here, and nowhere else.
-    """
-    law.as_fitted(world, subject, problem, "L")
-
-
-@clause(
+test_forward_large_logits = outputs(
     "attention.forward.large-logits",
+    "Logits of hundreds, of either sign, MUST give the definition's values.",
+    # Logits that are all negative find a running maximum that begins at zero; channels thirty times
+    # the others move it late.
+    LOGITS,
     source="contract: one-rounding; flash-attn tests, overflow; softmax without a maximum",
 )
-@law.problems(LOGITS)
-def test_large_logits_of_either_sign_are_exact(world, subject, problem):
-    """Logits of hundreds, of either sign, MUST give the definition's values.
 
-    Logits that are all negative find a running maximum that begins at zero; channels thirty times
-    the others move it late.
-    """
-    law.as_fitted(world, subject, problem, "O", "L")
-
-
-@clause(
+test_forward_scale = outputs(
     "attention.forward.scale",
+    "Any scale MUST be honoured: zero is the mean of v, and negative ones turn the order round.",
+    law.varied(RAGGED, scale=(0.0, 0.3, -0.3, 1.0))
+    | law.varied(RAGGED.but(causal=True), scale={"causal-zero": 0.0, "causal-negative": -0.3}),
     source="contract: scale; the Triton tutorial multiplies the maximum by it",
 )
-@law.problems(
-    law.varied(RAGGED, scale=(0.0, 0.3, -0.3, 1.0))
-    | law.varied(RAGGED.but(causal=True), scale={"causal-zero": 0.0, "causal-negative": -0.3})
-)
-def test_any_scale_is_honoured(world, subject, problem):
-    """Any scale MUST be honoured: zero is the mean of v, and negative ones turn the order round."""
-    law.as_fitted(world, subject, problem, "O", "L")
 
-
-@clause(
+test_negative_scale_wide_logits = outputs(
     "attention.forward.negative-scale-wide-logits",
+    "With a negative scale and logits hundreds apart the output MUST stay finite and right.",
+    RAGGED.but(scale=-2.0, data="large"),
     source="contract: scale; "
     "Triton tutorial: max(q k) * scale is the smallest score where the scale is negative",
 )
-def test_a_negative_scale_takes_the_maximum_of_the_scores(world, subject):
-    """With a negative scale and logits hundreds apart the output MUST stay finite and right."""
-    law.as_fitted(world, subject, RAGGED.but(scale=-2.0, data="large"), "O", "L")
 
-
-@clause(
+test_equal_keys = outputs(
     "attention.forward.equal-keys",
+    "Equal keys MUST give the mean of the values that a query sees, and L = score + ln(count).",
+    # It counts keys: one tile too many, or padding that is not masked, shows in every row.
+    law.varied(RAGGED, causal=law.BOTH, data=("ones", "equal-keys")),
     source="contract: lse-values, values; Triton issue 6242, an oracle without arithmetic",
 )
-@law.problems(law.varied(RAGGED, causal=law.BOTH, data=("ones", "equal-keys")))
-def test_equal_keys_give_the_mean_of_the_values_seen(world, subject, problem):
-    """Equal keys MUST give the mean of the values that a query sees, and L = score + ln(count).
-
-    It counts keys: one tile too many, or padding that is not masked, shows in every row.
-    """
-    law.as_fitted(world, subject, problem, "O", "L")
 
 
 @clause(
@@ -246,51 +227,42 @@ def test_float64_is_float64_or_refused(world, subject, problem):
             rules.close(seen, problem, names=asked)
 
 
-@clause(
+test_gradients_values = defined(
     "attention.gradients.values",
+    "dQ, dK and dV MUST be those of softmax(q k^T scale) v, to float32 or TF32 rounding.",
+    # O and L are what the backward begins with: where they are wrong, the message says so first.
+    AS_THE_EXERCISE,
     level="course",
     source="contract: values; CS336 assignment 2, FlashAttention-2 backward; Dao 2023, section 3.2",
 )
-def test_gradients_are_those_of_the_definition(world, subject):
-    """dQ, dK and dV MUST be those of softmax(q k^T scale) v, to float32 or TF32 rounding.
 
-    O and L are what the backward begins with: where they are wrong, the message says so first.
-    """
-    law.as_defined(world, subject, AS_THE_EXERCISE)
-
-
-@clause(
+test_gradients_half_precision = gradients(
     "attention.gradients.half-precision",
+    "In float16 and bfloat16 the gradients MUST be within 1.25 roundings in norm.",
+    law.varied(RAGGED, causal=law.BOTH, dtype=HALF),
+    is_about_dtype=True,
     source="contract: one-rounding; "
     "flash-attn tests; errors in norm see what the largest error does not",
 )
-@law.problems(law.varied(RAGGED, causal=law.BOTH, dtype=HALF))
-def test_half_precision_gradients_are_as_good_as_their_rounding(world, subject, problem):
-    """In float16 and bfloat16 the gradients MUST be within 1.25 roundings in norm."""
-    law.as_fitted(world, subject, problem, *GRADIENTS, is_about_dtype=True)
 
-
-@clause(
+test_long_sums = fitted(
     "attention.gradients.long-sums",
+    "Over 1024 keys in bfloat16, O MUST stay within one rounding, its gradients within 1.25.",
+    # An accumulator in bfloat16 loses what is small beside it, a little everywhere; the largest
+    # error, which the field compares, barely moves.
+    Problem(seq_q=1024, heads=1, dtype="bfloat16"),
+    names=OUTPUT_AND_GRADIENTS,
     judges=TILED,
     source="contract: one-rounding; "
     "accumulators in bfloat16: three times the error, of which the largest shows nothing",
 )
-def test_sums_over_a_thousand_keys_are_wide(world, subject):
-    """Over 1024 keys in bfloat16, O MUST stay within one rounding, its gradients within 1.25.
-
-    An accumulator in bfloat16 loses what is small beside it, a little everywhere; the largest
-    error, which the field compares, barely moves.
-    """
-    problem = Problem(seq_q=1024, heads=1, dtype="bfloat16")
-    law.as_fitted(world, subject, problem, *OUTPUT_AND_GRADIENTS)
 
 
 @clause("attention.gradients.scale", source="contract: scale")
 @law.problems(law.varied(RAGGED, scale=(0.3, -0.3)))
 def test_gradients_know_the_scale(world, subject, problem):
     """With a custom scale, dQ and dK MUST be multiplied by it once, and dV not at all."""
-    law.as_fitted(world, subject, problem, *OUTPUT_AND_GRADIENTS)
+    law.as_fitted(world, subject, problem, OUTPUT_AND_GRADIENTS)
 
 
 @clause("attention.gradients.scale-zero", source="contract: scale; `scale or default`")
@@ -303,16 +275,13 @@ def test_a_scale_of_zero_leaves_only_the_values_to_learn(world, subject):
     judge.tensors(seen, {"dQ": zeros.q, "dK": zeros.k}, quantity="gradient")
 
 
-@clause(
+test_gradients_large_logits = gradients(
     "attention.gradients.large-logits",
+    "Logits of hundreds, of either sign, MUST give the definition's gradients, all finite.",
+    LOGITS,
     source="contract: one-rounding; "
     "flash-attn tests, overflow in the backward; TransformerEngine issue 3216",
 )
-@law.problems(LOGITS)
-def test_gradients_survive_large_logits(world, subject, problem):
-    """Logits of hundreds, of either sign, MUST give the definition's gradients, all finite."""
-    law.as_fitted(world, subject, problem, *GRADIENTS)
-
 
 RANGE = "Triton tutorial: P and dS are cast to float16, whatever the inputs are"
 
@@ -327,14 +296,15 @@ def test_gradients_have_the_range_of_their_dtype(world, subject, upstream):
     """
     problem = law.fitting(world, subject, RAGGED.but(dtype="bfloat16"))
     law.require_right(world, subject, problem)
-    law.as_defined(world, subject, problem.but(upstream=upstream), *GRADIENTS)
+    law.as_defined(world, subject, problem.but(upstream=upstream), GRADIENTS)
 
 
-@clause("attention.gradients.float32-range", source="contract: one-rounding; " + RANGE)
-@law.problems(law.varied(RAGGED, upstream=(1e6, 1e-6)))
-def test_float32_gradients_have_its_range(world, subject, problem):
-    """In float32 a dO of 1e6 or 1e-6 MUST give gradients as exact as one of 1."""
-    law.as_fitted(world, subject, problem, *GRADIENTS)
+test_float32_range = gradients(
+    "attention.gradients.float32-range",
+    "In float32 a dO of 1e6 or 1e-6 MUST give gradients as exact as one of 1.",
+    law.varied(RAGGED, upstream=(1e6, 1e-6)),
+    source="contract: one-rounding; " + RANGE,
+)
 
 
 @clause(

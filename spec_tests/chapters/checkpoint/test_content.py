@@ -20,21 +20,29 @@ from spec_tests.chapters.checkpoint.disk import in_folder
 from spec_tests.chapters.checkpoint.trainee import Stream, Trainee, compare, part, round_trip
 from spec_tests.programs.laws import durability
 from spec_tests.rig import judge
-from spec_tests.rig.clause import clauses
+from spec_tests.rig.clause import clauses, rows
 
 clause = clauses(needs=("save_checkpoint", "load_checkpoint"), level="correct", worlds=(1, 2))
-VALUE, STATE = "saved parameter or buffer", "saved optimizer state"
-PLACE, GENERATORS = "saved loader position", "saved generator state"
+QUANTITIES = {
+    "model": "saved parameter or buffer",
+    "optimizer": "saved optimizer state",
+    "loader": "saved loader position",
+    "random": "saved generator state",
+}
 
 
-def comes_back(world, *kinds, quantity, given="", **situation):
-    """These parts of a state are after a load what they were when they were saved.
+def comes_back(world, kind, *, given="", **situation):
+    """This part of a state is after a load what it was when it was saved.
 
     Args:
         situation: of `round_trip`.
     """
     __tracebackhide__ = True
-    compare(in_folder(world, round_trip, **situation), *kinds, quantity=quantity, given=given)
+    ranks = in_folder(world, round_trip, **situation)
+    compare(ranks, kind, quantity=QUANTITIES[kind], given=given)
+
+
+back = rows(clause, comes_back)
 
 
 @clause("checkpoint.content.model", source="contract: model")
@@ -43,7 +51,7 @@ def comes_back(world, *kinds, quantity, given="", **situation):
 )
 def test_parameters_and_buffers_come_back(world, toy):
     """A load MUST bring back every parameter and buffer as it was when it was saved."""
-    comes_back(world, "model", quantity=VALUE, given=f"toy {toy!r}", toy=toy)
+    comes_back(world, "model", given=f"toy {toy!r}", toy=toy)
 
 
 def with_a_child_called_module(model):
@@ -52,15 +60,15 @@ def with_a_child_called_module(model):
     model.register_parameter("weight", nn.Parameter(torch.arange(2.0)))  # and `module.weight`
 
 
-@clause(
+test_child_called_module = back(
     "checkpoint.content.child-called-module",
+    "Of a model that has a child called `module` a load MUST bring back the whole.",
+    "model",
+    change=with_a_child_called_module,
     level="production",
     source="contract: model, plain-names; `getattr(model, 'module', model)`",
     worlds=(1,),
 )
-def test_a_child_called_module_is_no_wrapped_model(world):
-    """Of a model that has a child called `module` a load MUST bring back the whole."""
-    comes_back(world, "model", quantity=VALUE, change=with_a_child_called_module)
 
 
 def with_a_view(model):
@@ -70,15 +78,15 @@ def with_a_view(model):
     model.register_buffer("head", model.table[1:3])
 
 
-@clause(
+test_views = back(
     "checkpoint.content.views",
+    "A load MUST bring back a buffer that is a part of another one, and that other one.",
+    "model",
+    change=with_a_view,
     level="production",
     source="contract: part-buffers; ties that are known by their memory",
     worlds=(1,),
 )
-def test_a_view_of_another_buffer_comes_back(world):
-    """A load MUST bring back a buffer that is a part of another one, and that other one."""
-    comes_back(world, "model", quantity=VALUE, change=with_a_view)
 
 
 @clause(
@@ -93,7 +101,7 @@ def test_optimizer_state_comes_back(world, optimizer):
     Without moments the loss hardly shows it: a bump of some steps after each restart.
     """
     given = f"optimizer {optimizer!r}"
-    comes_back(world, "optimizer", quantity=STATE, given=given, toy="tied", optimizer=optimizer)
+    comes_back(world, "optimizer", given=given, toy="tied", optimizer=optimizer)
 
 
 SITUATIONS: dict[str, dict[str, Any]] = {
@@ -111,44 +119,37 @@ SITUATIONS: dict[str, dict[str, Any]] = {
 def test_each_group_and_each_frozen_layer_gets_its_own_back(world, situation):
     """A load MUST give each group its own options, and frozen parameters their moments as well."""
     changed = SITUATIONS[situation]
-    comes_back(world, "optimizer", quantity=STATE, given=situation, toy="tied", **changed)
+    comes_back(world, "optimizer", given=situation, toy="tied", **changed)
 
 
-@clause(
+test_optimizer_dtypes = back(
     "checkpoint.content.optimizer-dtypes",
+    "State of float32 beside a narrow parameter MUST come back as it was, not rounded.",
+    "optimizer",
+    toy="mixed",
+    optimizer="wide",
     level="production",
     source="contract: state-dtypes; "
     "torch.optim.Optimizer.load_state_dict casts state to the dtype of its parameter",
 )
-def test_optimizer_state_keeps_its_dtype(world):
-    """State of float32 beside a narrow parameter MUST come back as it was, not rounded."""
-    comes_back(world, "optimizer", quantity=STATE, toy="mixed", optimizer="wide")
 
-
-@clause(
+test_loader = back(
     "checkpoint.content.loader",
+    "A load MUST give the loader the state that it had when it was saved.",
+    # Otherwise the first batches are seen again, and the last ones never.
+    "loader",
     source="contract: loader; torchtitan issues 291 and 811; nanoGPT issue 467",
 )
-def test_the_loaders_place_comes_back(world):
-    """A load MUST give the loader the state that it had when it was saved.
 
-    Otherwise the first batches are seen again, and the last ones never.
-    """
-    comes_back(world, "loader", quantity=PLACE)
-
-
-@clause(
+test_random_state = back(
     "checkpoint.content.random-state",
+    "At equal world size a load MUST bring back each rank's torch, NumPy and Python generators.",
+    # Each rank's own: all with the first rank's would draw one dropout mask for all.
+    "random",
     source="contract: generators; "
     "torchtitan pull request 409: one key for all ranks keeps one rank's",
     worlds=(1, 2, 3),
 )
-def test_every_ranks_generators_come_back(world):
-    """At equal world size a load MUST bring back each rank's torch, NumPy and Python generators.
-
-    Each rank's own: all with the first rank's would draw one dropout mask for all.
-    """
-    comes_back(world, "random", quantity=GENERATORS)
 
 
 class Shuffles(Stream):
@@ -180,37 +181,35 @@ class OfEachRank(Stream):
         return self.toy.batch(self.seed, rank=self.rank, micro=self.position % 10)
 
 
-@clause(
+test_loader_at_its_end = back(
     "checkpoint.content.loader-at-its-end",
+    "The state of a loader whose length is 0 MUST be saved and loaded.",
+    "loader",
+    loaders=(AtItsEnd, AtItsEnd),
     level="production",
     source="contract: each-loader; `if loader:` where `if loader is not None:` is meant",
 )
-def test_a_loader_without_a_batch_left_is_saved_as_any_other(world):
-    """The state of a loader whose length is 0 MUST be saved and loaded."""
-    comes_back(world, "loader", quantity=PLACE, loaders=(AtItsEnd, AtItsEnd))
 
-
-@clause(
+test_loader_of_each_rank = back(
     "checkpoint.content.loader-of-each-rank",
+    "At equal world size a load MUST give each rank's loader the state that it had.",
+    "loader",
+    loaders=(OfEachRank, Stream),
     level="production",
     source="contract: each-loader; "
     "a loader whose workers ran ahead on one rank; a stream of each rank's own",
     worlds=(2, 3),
 )
-def test_each_ranks_loader_gets_its_own_place(world):
-    """At equal world size a load MUST give each rank's loader the state that it had."""
-    comes_back(world, "loader", quantity=PLACE, loaders=(OfEachRank, Stream))
 
-
-@clause(
+test_loader_that_draws = back(
     "checkpoint.content.loader-that-draws",
+    "After a load generators MUST be those of the save, also if the loader used them in it.",
+    "random",
+    given="a loader that draws",
+    loaders=(Stream, Shuffles),
     source="contract: save_checkpoint/generators; "
     "torch's DataLoader draws the seed of its workers for each iterator",
 )
-def test_generators_are_those_of_the_save_whatever_the_loader_draws(world):
-    """After a load generators MUST be those of the save, also if the loader used them in it."""
-    loaders = (Stream, Shuffles)
-    comes_back(world, "random", quantity=GENERATORS, given="a loader that draws", loaders=loaders)
 
 
 @clause(

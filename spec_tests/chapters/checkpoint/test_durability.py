@@ -209,9 +209,7 @@ def test_a_save_that_nobody_could_write_raises(world):
     """A save MUST raise where no rank can write."""
     ranks = in_folder(world, saved_on_full_disk, 0, range(world.size))
 
-    judge.equal(
-        [bool(rank["error"]) for rank in ranks], True, quantity="whether it raised, the answer"
-    )
+    refusal.on_all_ranks([rank["error"] for rank in ranks], given="no rank can write")
 
 
 @clause(

@@ -31,7 +31,6 @@ from spec_tests.rig.toys import TOYS, sum_of_squares
 
 clause = clauses(needs=("save_checkpoint", "load_checkpoint"), level="correct")
 
-
 PARTS = ("model", "optimizer", "loader")
 
 
@@ -218,7 +217,6 @@ def test_neither_working_directory_nor_place_matter(world, how):
 
 NEEDS = ("save_checkpoint", "load_checkpoint", "sharded_optimizer")
 TOY = "ragged"
-
 
 OPTIMIZERS = {
     "adamw": lambda shards: torch.optim.AdamW(shards, lr=0.01),

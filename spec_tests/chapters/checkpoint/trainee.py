@@ -18,6 +18,7 @@ from torch.nn.functional import dropout
 from torch.nn.parallel import DistributedDataParallel
 
 from spec_tests.programs.laws import refusal
+from spec_tests.programs.ways import replicated
 from spec_tests.rig import judge
 from spec_tests.rig.judge.symptoms import Hint
 from spec_tests.rig.ranks.rank import Context
@@ -146,14 +147,12 @@ class Trainee:
         trainee.save(directory, step=step)
         return trainee
 
-    def _wrapped(self) -> nn.Module:
+    def _wrapped(self) -> Any:
         if self.wrapper == "torch":
             return DistributedDataParallel(self.module)
-        if self.wrapper == "ddp":
-            return self.ctx.impl.ddp(self.module)
-        if self.wrapper == "ddp_bucketed":
-            return self.ctx.impl.ddp_bucketed(self.module, bucket_size_mb=1e-4)
-        return self.module
+        if self.wrapper is None:
+            return self.module
+        return replicated(self.ctx, self.wrapper, self.module, bucket_size_mb=1e-4)
 
     def seed_generators(self, seed: int) -> None:
         """All of them, so that they are those of this trainee.

@@ -20,7 +20,6 @@ clause = clauses(judges=REPLICAS, needs=("no_sync",), level="correct", worlds=(2
 holds = rows(clause, same_as_alone)
 NO_SYNC = "DistributedDataParallel.no_sync; Li et al. 2020, section 3.2.4"
 
-
 TRAINED = "backward 0, zero_grad none, backward 1, zero_grad none, backward 2, zero_grad none, "
 
 test_no_sync_sends_nothing = holds(
@@ -68,7 +67,6 @@ test_equals_big_batch = holds(
     source="contract: since-zero-grad; " + NO_SYNC,
     worlds=(2, 3, 4),
 )
-
 
 test_no_sync_restores_after_exception = holds(
     "ddp.no-sync.restores-after-exception",

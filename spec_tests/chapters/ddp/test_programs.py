@@ -8,46 +8,41 @@ rank to rank and from step to step. The order is an input here (`laws.schedules`
 
 from __future__ import annotations
 
-import pytest
+from functools import partial
 
 from spec_tests.programs import draw
 from spec_tests.programs.law import same_as_alone
 from spec_tests.programs.laws import schedules
 from spec_tests.programs.scene import REPLICAS
-from spec_tests.rig.clause import clauses
+from spec_tests.rig.clause import clauses, rows
 
 clause = clauses(judges=REPLICAS, level="correct", worlds=(2, 3))
+drawn = rows(clause, partial(draw.judge_part, level="correct"))
+drawn_of_production = rows(clause, partial(draw.judge_part, level="production", looks=True))
 SITUATIONS = (
     "contract: mean-gradient, since-zero-grad, no_sync/local-sums; "
     "Cohen et al. 1997, The AETG system"
 )
 
+test_any_situation = drawn(
+    "ddp.programs.any-situation",
+    "In any scene any legal program MUST do on replicas what it does in one process.",
+    # Scenes in which every two words meet, in each a program of up to 24 calls, and the situations
+    # of `spec_tests/programs/seeds.toml`, which once told a fault.
+    range(draw.PARTS),
+    source=SITUATIONS,
+)
 
-@clause("ddp.programs.any-situation", source=SITUATIONS)
-@pytest.mark.parametrize("part", range(draw.PARTS))
-def test_any_situation_does_what_one_process_does(world, subject, part):
-    """In any scene any legal program MUST do on replicas what it does in one process.
-
-    Scenes in which every two words meet, in each a program of up to 24 calls, and the situations of
-    `spec_tests/programs/seeds.toml`, which once told a fault.
-    """
-    draw.judge_part(world, subject, "correct", part)
-
-
-@clause(
+test_any_production_situation = drawn_of_production(
     "ddp.programs.any-production-situation",
+    "With all that DDP offers, any legal program MUST do on replicas what it does in one process.",
+    # An ordinary step then sends what it sent before the program. Parameters and gradients keep
+    # their dtype, shape and placements.
+    range(draw.PARTS),
     level="production",
     source=SITUATIONS,
     worlds=(2,),
 )
-@pytest.mark.parametrize("part", range(draw.PARTS))
-def test_any_situation_of_production_does_what_one_process_does(world, subject, part):
-    """With all that DDP offers, any legal program MUST do on replicas what it does in one process.
-
-    An ordinary step then sends what it sent before the program. Parameters and gradients keep their
-    dtype, shape and placements.
-    """
-    draw.judge_part(world, subject, "production", part, looks=True)
 
 
 # Several buckets, of equal and of unequal size; what an early step leaves would show in the third.

@@ -265,10 +265,11 @@ class Own:
 
 def toy_of(name: str, units: str | Sequence[str] = "children") -> Own:
     """A toy, as a clause's own model."""
-    return Own(partial(_built, name), batch=partial(_batch, name), units=units)
+    return Own(partial(built, name), batch=partial(_batch, name), units=units)
 
 
-def _built(name: str) -> nn.Module:
+def built(name: str) -> nn.Module:
+    """A toy, as built with the seed of this chapter."""
     return TOYS[name].build(SEED)
 
 

@@ -41,16 +41,6 @@ class Nested:
     first: list[torch.Tensor]
     second: dict[str, torch.Tensor]
 
-    @property
-    def y(self) -> torch.Tensor:
-        """The first of the two."""
-        return self.first[0]
-
-    @property
-    def z(self) -> torch.Tensor:
-        """The second of the two."""
-        return self.second["z"]
-
 
 class Bag(dict[str, Any]):
     """A dict with a class, as libraries give it."""
@@ -106,6 +96,8 @@ def held(box: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """The two tensors that a container holds."""
     if isinstance(box, dict):
         return box["y"], box["z"]
+    if isinstance(box, Nested):
+        return box.first[0], box.second["z"]
     return (box[0], box[1]) if isinstance(box, list) else (box.y, box.z)
 
 

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from spec_tests.chapters.fsdp.sharded import BOTH, FULLY_SHARD, finish, kinds_of, shard
 from spec_tests.programs.laws import footprint, refusal
 from spec_tests.rig import judge
-from spec_tests.rig.clause import clauses
+from spec_tests.rig.clause import clauses, rows
 
 clause = clauses(judges=BOTH, level="correct")
 
@@ -315,44 +315,6 @@ def test_an_int_keeps_that_part_of_the_weights_after_forward(world, subject):
     judge_kept(ranks, halves, "the int is taken for True: backward gathers from all ranks")
 
 
-@clause(
-    "fsdp.footprint.peak-does-not-grow-with-depth",
-    level="production",
-    source="contract: flat-peak, fsdp/freed; " + MEMORY,
-)
-@pytest.mark.parametrize("phase", ["forward", "backward"])
-def test_the_peak_above_the_shards_does_not_grow_with_depth(world, subject, phase):
-    """Above shards, moments, gradients and activations, the peak MUST NOT grow with depth.
-
-    A slope, not a level: how many layers are alive at once is the implementation's choice.
-    """
-    _peak_is_flat(world, subject, phase)
-
-
-@clause(
-    "fsdp.footprint.peak-of-calls-by-keyword",
-    level="production",
-    judges=FULLY_SHARD,
-    source="contract: flat-peak; "
-    f"{MEMORY}; a hook that looks at positional inputs alone sees none of `layer(input=x)`",
-)
-def test_the_peak_of_units_that_are_called_by_keyword_does_not_grow(world, subject):
-    """Units that are called with keyword arguments MUST be reduced and freed one by one, too."""
-    _peak_is_flat(world, subject, "backward", by_keyword=True)
-
-
-@clause(
-    "fsdp.footprint.peak-when-recomputed",
-    level="production",
-    judges=FULLY_SHARD,
-    source="contract: recomputed-unit; "
-    f"{MEMORY}; a forward that a backward repeats ends no pass and begins none",
-)
-def test_the_peak_of_units_that_are_recomputed_does_not_grow(world, subject):
-    """With activation checkpointing units MUST be reduced and freed one by one, too."""
-    _peak_is_flat(world, subject, "backward", recomputes=True)
-
-
 def _peak_is_flat(world, subject, phase, **options):
     __tracebackhide__ = True
     above = []
@@ -371,6 +333,40 @@ def _peak_is_flat(world, subject, phase, **options):
             f"with each layer, got {slope:.2f} ({shallow} bytes at 4 layers, {deep} at 10)",
             likely="weights or gradients of all layers are alive at once before they are freed",
         )
+
+
+flat = rows(clause, _peak_is_flat)
+
+test_peak_does_not_grow_with_depth = flat(
+    "fsdp.footprint.peak-does-not-grow-with-depth",
+    "Above shards, moments, gradients and activations, the peak MUST NOT grow with depth.",
+    # A slope, not a level: how many layers are alive at once is the implementation's choice.
+    ["forward", "backward"],
+    level="production",
+    source="contract: flat-peak, fsdp/freed; " + MEMORY,
+)
+
+test_peak_of_calls_by_keyword = flat(
+    "fsdp.footprint.peak-of-calls-by-keyword",
+    "Units that are called with keyword arguments MUST be reduced and freed one by one, too.",
+    "backward",
+    by_keyword=True,
+    level="production",
+    judges=FULLY_SHARD,
+    source="contract: flat-peak; "
+    f"{MEMORY}; a hook that looks at positional inputs alone sees none of `layer(input=x)`",
+)
+
+test_peak_when_recomputed = flat(
+    "fsdp.footprint.peak-when-recomputed",
+    "With activation checkpointing units MUST be reduced and freed one by one, too.",
+    "backward",
+    recomputes=True,
+    level="production",
+    judges=FULLY_SHARD,
+    source="contract: recomputed-unit; "
+    f"{MEMORY}; a forward that a backward repeats ends no pass and begins none",
+)
 
 
 def window(ctx, subject, depth):

@@ -20,7 +20,6 @@ holds = rows(clause, same_as_alone)
 
 KEPT = "kept-after-backward"
 
-
 WORDS = {"freed": "freed", "default": "", "kept-after-forward": "held"}
 """What a scene says of `reshard_after_forward`, by case."""
 STEPS = "backward 0, step, backward 1, step, evaluate 9"
@@ -58,7 +57,6 @@ test_fresh_after_evaluation = holds(
     source="contract: fresh-weights",
     worlds=(2,),
 )
-
 
 WRITES = {
     # what happens before the full weights come to be, and how the shards change then

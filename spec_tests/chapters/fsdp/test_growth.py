@@ -22,9 +22,15 @@ clause = clauses(judges=BOTH, level="correct")
 )
 def test_memory_does_not_grow_from_step_to_step(world, subject):
     """Live bytes MUST be the same after every step but the first."""
-    ranks = world.run(footprints, subject, 2, steps=5)
-
-    does_not_grow(ranks, "something is appended in every step and never taken away")
+    for rank, seen in enumerate(world.run(footprints, subject, 2, steps=5)):
+        before, after = seen["after step 1"], seen["after step 4"]
+        if after > before:
+            raise judge.violated(
+                f"rank {rank}: expected {before} live bytes as after step 1, got {after} after "
+                "step 4",
+                likely="something is appended in every step and never taken away",
+                evidence=footprint.shown(rank, seen["history"], "after step 4", after, before),
+            )
 
 
 class Shortcut(Tower):
@@ -113,16 +119,3 @@ def test_a_model_that_is_dropped_leaves_nothing_behind(world, subject):
     """Live bytes MUST NOT grow where models are made, trained and dropped in turn."""
     three = "another_lives, another_lives, another_lives"
     same_as_alone(world, subject, three, looks=("sent",), values=False)
-
-
-def does_not_grow(ranks, likely):
-    __tracebackhide__ = True
-    for rank, seen in enumerate(ranks):
-        before, after = seen["after step 1"], seen["after step 4"]
-        if after > before:
-            raise judge.violated(
-                f"rank {rank}: expected {before} live bytes as after step 1, got {after} after "
-                "step 4",
-                likely=likely,
-                evidence=footprint.shown(rank, seen["history"], "after step 4", after, before),
-            )

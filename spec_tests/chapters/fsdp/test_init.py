@@ -24,6 +24,7 @@ from spec_tests.chapters.fsdp.sharded import (
     BOTH,
     FULLY_SHARD,
     SEED,
+    built,
     full_parameters,
     numel,
     of_integers,
@@ -63,17 +64,12 @@ def loses_nothing(world, subject, build, *args, may_refuse=False):
     __tracebackhide__ = True
     asked = (full_of, subject, build, *args)
     if may_refuse:
-        usual = (full_of, subject, toy, "even")
+        usual = (full_of, subject, built, "even")
         ranks = refusal.answer_or_refusal(world, *asked, ordinary=usual)
     else:
         ranks = world.run(*asked)
     if ranks is not None:
         judge_full(ranks, build, *args, given=", ".join(map(str, args)))
-
-
-def toy(name):
-    """A toy, as built with a seed."""
-    return TOYS[name].build(SEED)
 
 
 @clause(
@@ -89,7 +85,7 @@ def test_sharding_loses_no_value(world, subject):
 
     The sizes here divide by the number of ranks, which is all that the exercises ask.
     """
-    loses_nothing(world, subject, toy, "even")
+    loses_nothing(world, subject, built, "even")
 
 
 @clause(
@@ -102,7 +98,7 @@ def test_sharding_loses_no_value(world, subject):
 @pytest.mark.parametrize("name", ["ragged", "stack", "tied", "frozen"])
 def test_sharding_loses_no_value_of_any_model(world, subject, name):
     """With odd sizes, ties or frozen layers, full parameters MUST be those built, or be refused."""
-    loses_nothing(world, subject, toy, name, may_refuse=True)
+    loses_nothing(world, subject, built, name, may_refuse=True)
 
 
 def of_rows(rows):
@@ -394,8 +390,8 @@ def test_a_model_may_be_sharded_before_it_has_values(world, subject, how):
         return
     full, outputs = zip(*world.run(filled_by_a_load, subject), strict=True)
 
-    judge_full(full, toy, "stack")
-    output = toy("stack")(TOYS["stack"].batch(SEED, rank=0)).detach()
+    judge_full(full, built, "stack")
+    output = built("stack")(TOYS["stack"].batch(SEED, rank=0)).detach()
     judge.tensors(outputs, {"output": output}, quantity="output")
 
 

@@ -9,7 +9,7 @@ where completion is an input (`laws.schedules`).
 
 from __future__ import annotations
 
-import pytest
+from functools import partial
 
 from spec_tests.chapters.fsdp.sharded import BOTH, FULLY_SHARD
 from spec_tests.programs import draw
@@ -19,41 +19,38 @@ from spec_tests.rig.clause import clauses, rows
 
 clause = clauses(judges=FULLY_SHARD, level="correct")
 holds = rows(clause, same_as_alone)
+drawn = rows(clause, partial(draw.judge_part, level="correct"))
+drawn_of_production = rows(clause, partial(draw.judge_part, level="production", looks=True))
 
 TWO_STEPS_OF_PAIRS = (
     "backward 0, step, accumulate 1, backward 2, step, backward 3",
     "keep True, backward 0, step, accumulate 1, backward 2, step, backward 3",
 )
+pairs = rows(clause, partial(draw.judge_rows, level="correct", texts=TWO_STEPS_OF_PAIRS))
 SITUATIONS = "contract: mean-gradient, fresh-weights; Cohen et al. 1997, The AETG system"
 
+test_any_situation = drawn(
+    "fsdp.programs.any-situation",
+    "In any scene any legal program MUST do on shards what it does in one process.",
+    # Scenes in which every two words meet, in each a program of up to 24 calls, and the situations
+    # of `spec_tests/programs/seeds.toml`, which once told a fault.
+    range(draw.PARTS),
+    judges=BOTH,
+    source=SITUATIONS,
+    worlds=(2, 3, 4),
+)
 
-@clause("fsdp.programs.any-situation", judges=BOTH, source=SITUATIONS, worlds=(2, 3, 4))
-@pytest.mark.parametrize("part", range(draw.PARTS))
-def test_any_situation_does_what_one_process_does(world, subject, part):
-    """In any scene any legal program MUST do on shards what it does in one process.
-
-    Scenes in which every two words meet, in each a program of up to 24 calls, and the situations of
-    `spec_tests/programs/seeds.toml`, which once told a fault.
-    """
-    draw.judge_part(world, subject, "correct", part)
-
-
-@clause(
+test_any_production_situation = drawn_of_production(
     "fsdp.programs.any-production-situation",
+    "With all that FSDP2 offers, any legal program MUST do on shards what it does in one process.",
+    # No call sends more than it may. An ordinary step then sends and keeps what it did before the
+    # program. Parameters and gradients keep their dtype, shape and placements.
+    range(draw.PARTS),
     judges=BOTH,
     level="production",
     source=SITUATIONS,
     worlds=(2, 4),
 )
-@pytest.mark.parametrize("part", range(draw.PARTS))
-def test_any_situation_of_production_does_what_one_process_does(world, subject, part):
-    """With all that FSDP2 offers, any legal program MUST do on shards what it does in one process.
-
-    No call sends more than it may. An ordinary step then sends and keeps what it did before the
-    program. Parameters and gradients keep their dtype, shape and placements.
-    """
-    draw.judge_part(world, subject, "production", part, looks=True)
-
 
 test_fresh_after_exception = holds(
     "fsdp.lifecycle.fresh-after-exception",
@@ -63,21 +60,16 @@ test_fresh_after_exception = holds(
     source="contract: fresh-weights, after-exception",
 )
 
-
-@clause(
+test_pairs_of_settings = pairs(
     "fsdp.programs.pairs-of-settings",
+    "Whatever two settings meet on four ranks, two steps MUST use mean gradients and new weights.",
+    # Settings that two ranks can have meet in the drawn situations.
+    range(draw.PARTS),
     needs=("MixedPrecisionPolicy",),
     level="production",
     source="contract: mean-gradient, fresh-weights; Cohen et al. 1997, The AETG system",
     worlds=(4,),
 )
-@pytest.mark.parametrize("part", range(draw.PARTS))
-def test_any_two_settings_work_together(world, subject, part):
-    """Whatever two settings meet on four ranks, two steps MUST use mean gradients and new weights.
-
-    Settings that two ranks can have meet in the drawn situations.
-    """
-    draw.judge_rows(world, subject, "correct", part, TWO_STEPS_OF_PAIRS)
 
 
 # What an early step leaves behind would show in the second.

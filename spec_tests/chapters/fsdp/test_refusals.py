@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 from spec_tests.chapters.fsdp import sharded
 from spec_tests.programs.laws import additions, refusal
 from spec_tests.rig import judge
-from spec_tests.rig.clause import clauses
+from spec_tests.rig.clause import clauses, rows
 
 clause = clauses(judges=sharded.FULLY_SHARD, level="production")
 
@@ -126,7 +126,6 @@ BAD: dict[str, tuple[Any, dict[str, Any], str]] = {
     "odd-option": (_layer, {"reshard_after_forward": "yes"}, "reshard_after_forward"),
     "integers": (lambda ctx: Table(), {}, "table|int64"),
 }
-
 
 BUILT_PLAIN = {"integers": Table, "sharded-otherwise": lambda: nn.Linear(4, 4)}
 
@@ -290,38 +289,35 @@ def unequal(ctx, subject, difference):
     return error["error"]
 
 
-@clause(
+def judge_unequal(world, subject, difference):
+    """All ranks must raise where the last one differs."""
+    __tracebackhide__ = True
+    refusal.on_all_ranks(
+        world.run(unequal, subject, difference),
+        given=f"the last rank differs: {difference}",
+        likely="not all of them are compared: messages of another size or dtype arrive",
+    )
+
+
+told = rows(clause, judge_unequal)
+
+test_unequal_ranks = told(
     "fsdp.refusals.unequal-ranks",
+    "Where ranks differ in modules or policy, all MUST raise by the first step; none hangs.",
+    ["shape", "scalar", "policy", "policy-of-a-replica"],
     source="contract: unequal-ranks; "
     "DistributedDataParallel verifies parameters across ranks at construction",
 )
-@pytest.mark.parametrize("difference", ["shape", "scalar", "policy", "policy-of-a-replica"])
-def test_ranks_with_unequal_modules_are_told(world, subject, difference):
-    """Where ranks differ in modules or policy, all MUST raise by the first step; none hangs."""
-    _judge_unequal(world, subject, difference)
 
-
-@clause(
+test_unequal_ranks_of_a_mesh = told(
     "fsdp.refusals.unequal-ranks-of-a-mesh",
+    "Where one rank of a 2-D mesh differs, all MUST raise by the first step, in its row or not.",
+    ["shape-of-a-mesh", "policy-of-a-mesh"],
     level="production",
     source="contract: unequal-replicas; "
     "ranks that share a group with none that differs learn of it by those that do",
     worlds=(4,),
 )
-@pytest.mark.parametrize("difference", ["shape-of-a-mesh", "policy-of-a-mesh"])
-def test_all_ranks_of_a_mesh_are_told(world, subject, difference):
-    """Where one rank of a 2-D mesh differs, all MUST raise by the first step, in its row or not."""
-    _judge_unequal(world, subject, difference)
-
-
-def _judge_unequal(world, subject, difference):
-    __tracebackhide__ = True
-    errors = world.run(unequal, subject, difference)
-    refusal.on_all_ranks(
-        errors,
-        given=f"the last rank differs: {difference}",
-        likely="not all of them are compared: messages of another size or dtype arrive",
-    )
 
 
 def without_forward(ctx, subject, how):

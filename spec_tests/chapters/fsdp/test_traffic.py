@@ -39,7 +39,6 @@ clause = clauses(judges=FULLY_SHARD, level="production")
 
 STAGES = "Rajbhandari et al. 2020, section 7; test_fully_shard_comm"
 
-
 STEP = "backward 0, step"
 
 

@@ -84,41 +84,35 @@ def judge_rest(world, subject, name):
     )
 
 
-@clause(
+rest = rows(clause, judge_rest)
+
+test_replicated_rest = rest(
     "fsdp.backward.replicated-rest",
+    "A parameter of no Linear or Embedding MUST stay plain and whole and get the mean gradient.",
+    # Sharding a norm costs more than it saves, and a loop that reads its gradient meets a DTensor.
+    "gain",
     level="course",
     source="contract: rest-whole, rest-mean; "
     "CS336 assignment 2, test_fsdp_gradient_sync: norms are not sharded",
     worlds=(2, 3),
 )
-def test_what_is_no_layer_stays_whole_and_gets_the_mean_gradient(world, subject):
-    """A parameter of no Linear or Embedding MUST stay plain and whole and get the mean gradient.
 
-    Sharding a norm costs more than it saves, and a loop that reads its gradient meets a DTensor.
-    """
-    judge_rest(world, subject, "gain")
-
-
-@clause(
+test_rest_of_any_depth = rest(
     "fsdp.backward.rest-of-any-depth",
+    "A parameter of no layer MUST get the mean gradient however deep its module sits.",
+    "1.0.gain",
     source="contract: rest-mean, rest-names; norms sit inside of blocks",
     worlds=(2,),
 )
-def test_what_is_no_layer_gets_the_mean_gradient_at_any_depth(world, subject):
-    """A parameter of no layer MUST get the mean gradient however deep its module sits."""
-    judge_rest(world, subject, "1.0.gain")
 
-
-@clause(
+test_rest_with_a_layers_name = rest(
     "fsdp.backward.rest-with-a-layers-name",
+    "A parameter of a class whose name ends in Embedding MUST stay plain, whole and averaged.",
+    "2.table",
     level="production",
     source="contract: rest-whole; PositionEmbedding",
     worlds=(2,),
 )
-def test_a_class_that_is_only_named_like_a_layer_is_none(world, subject):
-    """A parameter of a class whose name ends in Embedding MUST stay plain, whole and averaged."""
-    judge_rest(world, subject, "2.table")
-
 
 test_thawed_rest = holds(
     "fsdp.backward.thawed-rest",

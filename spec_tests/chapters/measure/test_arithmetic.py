@@ -6,13 +6,14 @@ halves everybody's utilisation. These are pure functions: each has one right ans
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from spec_tests.chapters.measure.machine import numbers
-from spec_tests.chapters.measure.models import Stack
+from spec_tests.chapters.measure.models import Case, Stack
 from spec_tests.rig import judge
 from spec_tests.rig.clause import clauses
 
@@ -35,21 +36,17 @@ class OneHead(Stack):
         return self.head(x)
 
 
-WORDS, WIDTH, NUM_LAYERS = 40, 16, 3
-
-
-def build(kind):
-    """A model of `kind`: "plain", "tied" or "attention"."""
-    model = (OneHead if kind == "attention" else Stack)(WORDS, WIDTH, NUM_LAYERS)
-    if kind == "tied":
-        model.head.weight = model.embedding.weight
-    return model
+PLAIN = Case(words=40, width=16, num_layers=3, batch_size=1, sequence_length=1)
+MODELS = {
+    "plain": PLAIN,
+    "tied": replace(PLAIN, ties=True),
+    "attention": replace(PLAIN, kind=OneHead),
+}
 
 
 def counted(ctx, kind, length):
     """The implementation's count."""
-    model: nn.Module = build(kind).to(ctx.device)
-    return ctx.impl.flops_per_token(model, sequence_length=length)
+    return ctx.impl.flops_per_token(MODELS[kind].build(ctx.device), sequence_length=length)
 
 
 @clause(
@@ -58,15 +55,15 @@ def counted(ctx, kind, length):
     source="contract: weights, attention, products-only; " + PALM,
 )
 @pytest.mark.parametrize("length", [8, 32])
-@pytest.mark.parametrize("kind", ["plain", "tied", "attention"])
+@pytest.mark.parametrize("kind", MODELS)
 def test_operations_are_those_of_products(world, subject, kind, length):
     """Operations per token MUST be 6 per multiplying weight and 12 per element of attention."""
     [found] = world.run(counted, kind, length)
 
-    weights = NUM_LAYERS * WIDTH**2 + WIDTH * WORDS
-    attention = 12 * WIDTH * length if kind == "attention" else 0
+    weights = PLAIN.num_layers * PLAIN.width**2 + PLAIN.width * PLAIN.words
+    attention = 12 * PLAIN.width * length if kind == "attention" else 0
     likely = "attention left out or halved, or a forward alone"
-    if found == 6 * sum(p.numel() for p in build(kind).parameters()):
+    if found == 6 * sum(p.numel() for p in MODELS[kind].build("meta").parameters()):
         likely = "6 per parameter: lookups and biases multiply nothing"
     given = f"{kind}, {weights} multiplying weights, {length} tokens"
     expected = {"operations per token": 6 * weights + attention}

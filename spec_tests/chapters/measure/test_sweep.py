@@ -18,7 +18,7 @@ import torch
 from spec_tests.chapters.measure.machine import Machine, numbers
 from spec_tests.programs.laws import refusal
 from spec_tests.rig import judge
-from spec_tests.rig.clause import clauses
+from spec_tests.rig.clause import clauses, rows
 
 clause = clauses(judges=("sweep_batch_sizes",), level="correct", worlds=(1,))
 MODEL_BYTES, SEQUENCE_BYTES, SEQUENCE_LENGTH = 1000, 10, 128
@@ -172,31 +172,31 @@ def test_the_peak_is_that_of_the_steps(world, subject):
     )
 
 
-@clause(
-    "measure.sweep.one-model-at-a-time",
-    source="contract: one-model; a course's sweep: a second live model adds 475 MB to every row",
-)
-def test_a_model_is_gone_before_the_next_is_built(world, subject):
-    """Each model MUST be gone before the next one is built."""
-    judge_alive(world, "models that nobody but their step refers to")
-
-
-@clause(
-    "measure.sweep.frees-cycles",
-    level="production",
-    source="contract: cycles; "
-    "modules and their hooks refer to each other: only the collector frees them",
-)
-def test_a_model_in_a_cycle_is_gone_as_well(world, subject):
-    """A model that refers to itself MUST be gone, too, before the next one is built."""
-    judge_alive(world, "models in reference cycles", is_cyclic=True)
-
-
-def judge_alive(world, given, **options):
+def judge_alive(world, subject, given, **options):
     """Nothing may be alive when a model is built."""
     __tracebackhide__ = True
     [(_, live)] = world.run(swept, [1, 4, 8], **options)
     judge.equal(live, 0, quantity="bytes alive at a build", given=given)
+
+
+alone = rows(clause, judge_alive)
+
+test_one_model_at_a_time = alone(
+    "measure.sweep.one-model-at-a-time",
+    "Each model MUST be gone before the next one is built.",
+    "models that nobody but their step refers to",
+    source="contract: one-model; a course's sweep: a second live model adds 475 MB to every row",
+)
+
+test_frees_cycles = alone(
+    "measure.sweep.frees-cycles",
+    "A model that refers to itself MUST be gone, too, before the next one is built.",
+    "models in reference cycles",
+    is_cyclic=True,
+    level="production",
+    source="contract: cycles; "
+    "modules and their hooks refer to each other: only the collector frees them",
+)
 
 
 @clause(

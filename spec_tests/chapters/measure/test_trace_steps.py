@@ -26,7 +26,7 @@ from spec_tests.chapters.measure.timeline import (
     times,
 )
 from spec_tests.rig import judge
-from spec_tests.rig.clause import clauses
+from spec_tests.rig.clause import clauses, rows
 
 clause = clauses(judges=TRACE, level="correct", worlds=(1,))
 
@@ -223,9 +223,10 @@ def recorded(ctx, device):
     return ctx.impl.summarize_trace(path)
 
 
-def judge_recorded(ranks, device):
+def judge_recorded(world, subject, device):
     """What must be true of a real trace, whatever it took."""
-    for rank, found in enumerate(ranks):
+    __tracebackhide__ = True
+    for rank, found in enumerate(world.run(recorded, device)):
         where = f"rank {rank} on {device}: "
         judge.equal([found["rank"]], rank, quantity=f"{where}rank")
         judge.equal([found["device"]], device, quantity=f"{where}device")
@@ -245,23 +246,22 @@ def judge_recorded(ranks, device):
             )
 
 
-@clause(
+recorded_on = rows(clause, judge_recorded)
+
+test_of_a_run = recorded_on(
     "measure.trace.of-a-run",
+    "A trace that torch.profiler has just recorded MUST say what was done in it.",
+    "cpu",
     source="contract: steps, collectives; torch.profiler with gloo, as it is",
     worlds=(2,),
     transports=("gloo",),
 )
-def test_a_real_trace_says_what_was_done(world, subject):
-    """A trace that torch.profiler has just recorded MUST say what was done in it."""
-    judge_recorded(world.run(recorded, "cpu"), "cpu")
 
-
-@clause(
+test_of_a_run_on_a_gpu = recorded_on(
     "measure.trace.of-a-run-on-a-gpu",
+    "A trace that torch.profiler has just recorded on a GPU MUST say what was done in it.",
+    "cuda",
     source="contract: kernels, communication; torch.profiler with nccl, as it is",
     transports=("cuda",),
     no_impostor="seen on a GPU alone; what it judges is judged on synthetic traces, too",
 )
-def test_a_real_trace_of_a_gpu_says_what_was_done(world, subject):
-    """A trace that torch.profiler has just recorded on a GPU MUST say what was done in it."""
-    judge_recorded(world.run(recorded, "cuda"), "cuda")

@@ -22,6 +22,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from spec_tests.programs.laws import refusal
+from spec_tests.programs.ways import replicated
 from spec_tests.rig import judge
 from spec_tests.rig.judge.tolerance import Tolerance, rounding
 from spec_tests.rig.ranks.rank import Context
@@ -175,7 +176,6 @@ class Trainee:
         process_group: Any = None,
     ) -> Trainee:
         """Build it; `wrapper` is "plain", "torch" or a contract function."""
-        given = {} if process_group is None else {"process_group": process_group}
         model = ToyLanguageModel(seed).to(ctx.device)
         if wrapper == "fully_shard":
             ctx.impl.fully_shard(model)
@@ -183,10 +183,9 @@ class Trainee:
         optimizer = kind([{"params": [first]}, {"params": rest}], lr=0.5)
         for group in optimizer.param_groups:
             group["lr"] = 1.0  # no longer that of `optimizer.defaults`
-        if wrapper == "ddp_bucketed":
-            wrapped = ctx.impl.ddp_bucketed(model, bucket_size_mb=100 * 4 / 2**20)
-        elif wrapper == "ddp":
-            wrapped = ctx.impl.ddp(model, **given)
+        if wrapper in WRAPPERS:
+            options = {"bucket_size_mb": 100 * 4 / 2**20, "process_group": process_group}
+            wrapped = replicated(ctx, wrapper, model, **options)
         elif wrapper == "torch":
             wrapped = DistributedDataParallel(model)
         else:

@@ -9,7 +9,7 @@ or parameters. Who overlaps them relies on what has arrived; here arrival is an 
 
 from __future__ import annotations
 
-import pytest
+from functools import partial
 
 from spec_tests.chapters.zero1.runs import TOY, steps
 from spec_tests.programs import draw
@@ -19,23 +19,18 @@ from spec_tests.rig.clause import clauses, rows
 
 clause = clauses(judges=("sharded_optimizer",), level="correct")
 holds = rows(clause, same_as_alone)
+drawn = rows(clause, partial(draw.judge_part, level="correct"))
 FULL_STATE = ("full_optimizer_state",)
 
-
-@clause(
+test_any_situation = drawn(
     "zero1.programs.any-situation",
+    "In any scene any legal program MUST give the weights of the plain optimizer.",
+    # Scenes in which every two words meet, in each a program of up to 24 calls, and the situations
+    # of `spec_tests/programs/seeds.toml`, which once told a fault.
+    range(draw.PARTS),
     source="contract: same-values, frozen; Cohen et al. 1997, The AETG system",
     worlds=(2, 3),
 )
-@pytest.mark.parametrize("part", range(draw.PARTS))
-def test_any_situation_does_what_the_plain_optimizer_does(world, subject, part):
-    """In any scene any legal program MUST give the weights of the plain optimizer.
-
-    Scenes in which every two words meet, in each a program of up to 24 calls, and the situations of
-    `spec_tests/programs/seeds.toml`, which once told a fault.
-    """
-    draw.judge_part(world, subject, "correct", part)
-
 
 test_load_replaces = holds(
     "zero1.state.load-replaces",

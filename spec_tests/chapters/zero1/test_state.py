@@ -28,7 +28,6 @@ BOTH = ("sharded_optimizer", "full_optimizer_state")
 PAPER = "Rajbhandari et al. 2020, section 5.1; nanotron issue 37"
 PORTABLE = "ZeroRedundancyOptimizer.consolidate_state_dict and load_state_dict"
 
-
 MODEL_WIDTH = 96  # which two and three ranks divide
 # For each parameter two moments and a counter, on cache lines of their own.
 PADDING_BYTES = 3 * 64 * 2 * DEPTH

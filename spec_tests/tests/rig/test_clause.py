@@ -114,11 +114,11 @@ def test_a_row_is_a_clause_whose_test_calls_the_law_where_the_row_is(register):
     for each in (found, other):
         for case in each.cases():
             each.test(**case)
-    assert calls == [
-        (4, "ddp", "mlp: step", True, first),
-        (3, "ddp", "mlp: step", False, first + 2),
-        (3, "ddp", "tied: step", False, first + 2),
-    ]
+    each_of_several = [(3, "ddp", line, False, first + 2) for line in lines.values()]
+    assert calls == [(4, "ddp", "mlp: step", True, first), *each_of_several]
+    no_subject = rows(clauses(level="course"), lambda world, case: calls.append((world, case)))
+    alone = declared(no_subject("ddp.trial.alone", "This MUST hold.", [1, 2], source="x"))
+    assert [alone.test(**case) or calls.pop() for case in alone.cases()] == [(2, 1), (2, 2)]
     with pytest.raises(TypeError, match="'look'"):  # no option of the law: known without a run
         row("ddp.trial.only", "This MUST hold.", "mlp: step", look=True, source="x")
 

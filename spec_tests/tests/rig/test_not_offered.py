@@ -288,7 +288,7 @@ def test_drawn_situations_that_need_an_absent_method_hide_no_others(
     world, known = worlds.world(2, impls.parse("plain")), len(worlds.leaks)
     raised = contextlib.nullcontext() if needed else pytest.raises(NotOffered)
     with judging(Situation()), raised:
-        draw.judge_part(world, "fully_shard", "correct", 0)
+        draw.judge_part(world, "fully_shard", 0, "correct")
     assert bool(judged_lines) == bool(needed)
     left_out = "notice: situations that need it were left out: no set_reshard_after_backward()"
     assert worlds.leaks[known:] == [left_out] * bool(needed)
