@@ -289,7 +289,7 @@ def _are_sent(step: Step, last: Step, names: set[str], *, is_just: bool = False)
     Args:
         is_just: it sent each by itself, or all in one tensor, beside which buffers may be.
     """
-    sizes = Counter(map(step.sizes.get, names))
+    sizes = Counter(map(step.sizes.__getitem__, names))
     total, is_same = sum(sizes.elements()), step.numbers == last.numbers
     for rank, event in step.events.items():
         until, by_ddp = event["begun"], event["by_wrappers"] - last.events[rank]["by_wrappers"]
