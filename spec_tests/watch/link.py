@@ -285,6 +285,7 @@ def raised(hidden: Any, kind: Any, error: Any, trace: Any) -> None:
     if link is not None:
         link.send_collectives()
         link.send("raised", **error_fields(error, trace))
+        Current.probe.is_busy = True  # its device may wait for other ranks: ask it nothing more
     hidden(kind, error, trace)
 
 

@@ -113,7 +113,7 @@ class Probe:
         self.feeds = loading.Feeds()
         self.loaded: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
         self.compared: set[tuple[int, str]] = set()
-        self._roots: WeakKeyDictionary[nn.Module, tuple[object, ...]] = WeakKeyDictionary()
+        self._roots: WeakKeyDictionary[nn.Module, tuple[Any, Any]] = WeakKeyDictionary()
         self.thread = threading.get_ident()  # that imported torch; others are not watched
         self._world: tuple[int, int] | None = None
         self._failures = 0
@@ -168,10 +168,12 @@ class Probe:
         if any(p.is_meta for p in parameters):
             return
         seen = tuple((id(p), p.requires_grad) for p in parameters)
-        if self._roots.get(module) != seen:
-            if module not in self._roots:
-                weakref.finalize(module, quiet(Probe.gone), [*map(weakref.ref, parameters)])
-            self._roots[module] = seen
+        known, last = self._roots.get(module, ((), None))
+        if known != seen:
+            if last is not None:
+                last.detach()
+            last = weakref.finalize(module, quiet(Probe.gone), [*map(self.names.of, parameters)])
+            self._roots[module] = seen, last
             self.names.learn(module)
             self._count_backwards(parameters)
         self.root = module
@@ -237,12 +239,11 @@ class Probe:
             differs = ((own != local) & ~both_nan).sum(dtype=torch.int64)
             self.window.stale.append((known[0], script_line(), differs))
 
-    def gone(self, parameters: list[weakref.ref[Tensor]]) -> None:
+    def gone(self, known: list[Any]) -> None:
         """A model goes, at the latest with the process: say what its weights have become."""
-        alive = [p for ref in parameters if (p := ref()) is not None]
-        if self.link is not None:
-            weights = [(self.names.of(p).number, fingerprint(p)) for p in alive]
-            self.link.send("gone", weights=plain(weights))
+        if self.link is not None:  # None of a weight that a garbage collection has taken before
+            last = [None if (p := k.parameter()) is None else fingerprint(p) for k in known]
+            self.link.send("gone", numbers=[k.number for k in known], weights=plain(last))
 
     def cleared(self, parameters: Iterable[Tensor]) -> None:
         """Gradients were cleared: what came before does not go into the step."""
@@ -286,7 +287,7 @@ class Probe:
         held = set().union(*(each.ids for each in self.optimizers.values()))
         built = {id(p) for each in self.built for g in each.param_groups for p in g["params"]}
         held |= built if steps < EARLY else set()
-        known = {key: k for key, k in self.names.known.items() if key not in held and k.owner()}
+        known = {key: k for key, k in [*self.names.known.items()] if key not in held and k.owner()}
         named = [(key, k.name, k.parameter()) for key, k in known.items()]
         loose = [
             (key, name)

@@ -188,7 +188,7 @@ class Regimes:
                 pairs = zip(layout, event["after"], strict=True)
                 gone = [own.gone.get(entry["number"], value) for entry, value in pairs]
                 now = {"before": gone, "begun": math.inf, "by_wrappers": own.by_wrappers}
-                events[rank] = {**event, **now}
+                events[rank] = {**event, **now, "is_complete": not own.missed}
             step, apart = replace(last, events=events), {name for name, *_ in last.unequal("after")}
             # The averages may be elsewhere, to be saved.
             if _are_exchanged(step, last) or _are_sent(step, last, apart, is_just=True):
@@ -289,16 +289,22 @@ def _are_sent(step: Step, last: Step, names: set[str], *, is_just: bool = False)
     Args:
         is_just: it sent each by itself, or all in one tensor, beside which buffers may be.
     """
-    sizes = Counter(step.sizes[name] for name in names)
-    total = sum(sizes.elements())
+    sizes = Counter(map(step.sizes.__getitem__, names))
+    total, is_same = sum(sizes.elements()), step.numbers == last.numbers
     for rank, event in step.events.items():
-        sent = step.run.ranks[rank].span(last.events[rank]["t"], event["begun"])
-        by_ddp = event["by_wrappers"] - last.events[rank]["by_wrappers"]
-        own = Counter(each.numel for each in sent if "broadcast" not in each.name)
+        until, by_ddp = event["begun"], event["by_wrappers"] - last.events[rank]["by_wrappers"]
+        begins = [f["t"] for f in event["forwards"] if f["first"] >= last.events[rank]["met"]]
+        if begins and not is_same:  # behind the first forward of a new model gradients are sent
+            until, by_ddp = begins[0], by_ddp - event["by_ddp"]
+        sent = step.run.ranks[rank].span(last.events[rank]["t"], until)
+        bare = [each for each in sent if "broadcast" not in each.name]
+        # A state that is sent as an object has four bytes for an element.
+        own = Counter(each.numel // (4 if "Byte" in each.dtypes else 1) for each in bare)
+        if not event["is_complete"] and 2 * (own & sizes).total() > own.total():
+            continue  # so many tensors that the recorder has lost some
         if is_just and not sizes <= own and not any(0 <= n - total <= total / 4 for n in own):
             return False
-        is_known = is_just or step.numbers == last.numbers
-        least = total + by_ddp
-        if sum(each.numel for each in sent if is_known or "Byte" in each.dtypes) < least:
+        known = [each for each in sent if is_same or "Byte" in each.dtypes]
+        if sum(each.numel for each in (bare if is_just else known)) < total + by_ddp:
             return False
     return bool(names)

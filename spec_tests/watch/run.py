@@ -66,9 +66,9 @@ class Rank:
     stepped_at: int = 0
     by_wrappers: int = 0  # elements that DDP was to reduce in all steps so far
     # After one backward, several optimizers share what was sent in these times, and seen.
-    spans: list[tuple[int, int]] = field(default_factory=list)
+    spans: dict[int, tuple[int, int]] = field(default_factory=dict)
     shared: Event = field(default_factory=dict)
-    gone: dict[int, int] = field(default_factory=dict)  # weights as they were last, by number
+    gone: dict[int, Any] = field(default_factory=dict)  # weights as they were last, by number
     place: str = ""
     waits: bool = False
     cpu: float = 0.0
@@ -311,11 +311,11 @@ class Run:
         if event["messages"]:
             self.regimes.doubts["the ranks send each other point-to-point messages"] = None
         event["talks"] = any(forward["talks"] for forward in event["forwards"])
-        if event["computed"] or event["forwards"] or not rank.spans:
-            rank.spans, rank.shared = [], {key: event[key] for key in ("talks", "distinct")}
+        if event["computed"] or event["forwards"] or optimizer in rank.spans or not rank.spans:
+            rank.spans, rank.shared = {}, {key: event[key] for key in ("talks", "distinct")}
         event |= rank.shared
-        rank.spans.append((rank.stepped_at, event["begun"]))
-        sent = [each for of in rank.spans for each in rank.span(*of)]
+        rank.spans[optimizer] = rank.stepped_at, event["begun"]
+        sent = [each for of in rank.spans.values() for each in rank.span(*of)]
         found = [each for each in sent if each.is_reduction]
         names, reduced = {each.name for each in found}, [each.numel for each in found]
         event["reduced"] = sum(reduced) - sum(event["others"])
@@ -371,7 +371,7 @@ class Run:
         elif kind == "join":
             self.is_joined = True
         elif kind == "gone":
-            rank.gone |= dict(event["weights"])
+            rank.gone |= dict(zip(event["numbers"], event["weights"], strict=True))
         elif kind == "note":
             self.notes.append(f"rank {rank.rank}: {event['text']}")
 

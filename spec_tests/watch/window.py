@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 import zlib
 from collections.abc import Iterable
@@ -86,6 +87,8 @@ class Window:
                 "buffers": None,
                 "talks": False,
                 "place": script_line(),
+                "t": time.time_ns(),
+                "first": names.of(first).number,
             }
         )
 
