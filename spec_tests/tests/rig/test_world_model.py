@@ -298,6 +298,6 @@ finish_gradient_synchronization = PlainDdp.functions()["finish_gradient_synchron
 
 def test_code_that_lacks_optional_functions_is_judged_by_situations_without_them(worlds, mine):
     clause = clause_named("ddp.programs.any-situation")
-    case = {"world": 2, "subject": "ddp", "part": 0}
+    case = {"world": 2, "subject": "ddp", "situation": 0}
     found = runner.run_case(clause, mine(DDP_ALONE), case, worlds, transport="sim")
     assert found.outcome is Outcome.PASSED
