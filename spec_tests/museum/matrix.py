@@ -17,7 +17,6 @@ from typing import Any
 
 from spec_tests.impls import parse
 from spec_tests.museum.card import Impostor
-from spec_tests.programs.draw import PARTS
 from spec_tests.rig.clause import Clause
 from spec_tests.rig.judge.runner import CaseResult, run_case
 from spec_tests.rig.ledger import load_all
@@ -76,8 +75,9 @@ def probe(clause: Clause, impostor: Impostor, worlds: Worlds, *, brief: bool = F
     cases = [case for case in clause.cases() if not own or case["subject"] in own]
     is_seen = clause.transport_on(worlds.transport) in clause.transports
     transport = None if is_seen else "gloo"
-    drawn = [case for case in cases if case.get("situation") in range(1, PARTS)]  # without seeds
-    cases.sort(key=lambda case: (case in drawn, case["world"]))
+    # Of what is drawn the first part has the seeds, which find most.
+    parts = [case for case in cases if isinstance(case.get("situation"), int)]
+    cases.sort(key=lambda case: (case in parts and case["situation"], case["world"]))
     for case in _some(cases, f"{impostor.id} {clause.id}") if brief else cases:
         finding.results.append(run_case(clause, target, case, worlds, transport=transport))
         if finding.decisive is not None:
