@@ -62,13 +62,14 @@ TORCHS = {
 """PyTorch's own behind each function, and what it is given first."""
 
 
-def recipes_of(clause: str, subject: str, ranks: int, situation: str = "") -> Iterator[Recipe]:
+def recipes_of(clause: str, subject: str, ranks: int, situation: Any = "") -> Iterator[Recipe]:
     """Yield what may show a clause.
 
     Args:
-        situation: of the case that failed, if it has one.
+        situation: of the case that failed, if it has one; what is no line has no script.
     """
-    for line in filter(None, (situation, *_table()["clauses"].get(clause, ()))):
+    lines = (situation if isinstance(situation, str) else "", *_table()["clauses"].get(clause, ()))
+    for line in filter(None, lines):
         with contextlib.suppress(ValueError):  # a word that no script can build
             yield recipe_of(line, subject, ranks)
     chapter, _, rest = clause.partition(".")
