@@ -19,7 +19,8 @@ Cost. One pass over the gradients for the norm, one for the scaling.
 
 Paper: Pascanu et al. 2013, "On the difficulty of training recurrent neural networks". PyTorch
 counterpart: `torch.nn.utils.clip_grad_norm_`, which refuses plain tensors beside DTensors, raises
-on ranks with an empty shard for p = inf, and returns a DTensor whose `.item()` is the local part.
+on ranks with an empty shard for p = inf, and then returns a DTensor whose `.item()` is the largest
+of this rank alone.
 Left out: mesh dims that divide one tensor twice cost a collective each.
 """
 

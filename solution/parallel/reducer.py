@@ -21,7 +21,8 @@ The life of a gradient, from one `finish` to the next (a *round*):
 A parameter that was unused on all ranks. -0.0 is the identity of IEEE addition: x + -0.0 is x for
 every x, +0.0 included. The first number of a staged gradient is never -0.0: 0.0 is added to it. A
 place that is all -0.0 after the sum was absent on every rank and its `.grad` stays None; any other
-holds the mean, with zero for the absent. Ranks read the same bits, so they agree.
+holds the mean, with zero for the absent. Ranks read the same bits, so they agree. (A network that
+sums by itself must keep the sign of zero, as IEEE 754 has it; else the unused get zeros.)
 
 Invariants. Between rounds `.grad` is a mean, equal on all ranks, or a local sum since the last
 mean, or both added up. The mean over ranks of any of these is right: with a mean of 3 on both of
@@ -37,11 +38,13 @@ Paper: Li et al. 2020 (see `ddp.py`), sections 3.2 and 4.2. PyTorch counterpart:
 in C++ behind `DistributedDataParallel`. It finds unused parameters by a walk over the graph and one
 more all-reduce, refuses to go on after an interrupted backward, and reorders buckets after the
 first step; here overlap is best when parameters are used in roughly their order of registration.
-Left out: sparse gradients, communication hooks, and two replicas in one backward that also disagree
-on what is unused (give each a process group of its own).
+Left out: sparse gradients and communication hooks. Where ranks disagree on what is unused, no other
+collective may run in the same backward over the same group: not that of a second replica, nor that
+of a layer (SyncBatchNorm). Give the replica a process group of its own.
 """
 
 import logging
+import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -79,17 +82,18 @@ class Reducer:
         self._scale = 1.0 / comm.size(group)
         self._strides = [flat.strides_for(parameter) for parameter in self.parameters]
         self._bucket_of = {i: number for number, bucket in enumerate(self.buckets) for i in bucket}
-        self._rearm()
+        self._lock = threading.Lock()  # autograd has a thread for each device
+        self.rearm()
         self._register_hooks()
 
     def place(self, index: int) -> torch.Tensor:
-        """Return where gradient `index` is sent from: itself, unless absent or of other strides."""
+        """Return where gradient `index` is sent from: itself, if it may be written to."""
         parameter, strides = self.parameters[index], self._strides[index]
         gradient = parameter.grad
-        if gradient is not None and gradient.stride() == strides:
+        if gradient is not None and gradient.stride() == strides and _has_own_memory(gradient):
             # With create_graph=True gradients have a history and cannot be written to.
             return gradient.detach() if gradient.requires_grad else gradient
-        # The gradient is absent, or an expanded or transposed view.
+        # The gradient is absent, an expanded or transposed view, or a view of another's memory.
         return torch.empty_strided(
             parameter.shape, strides, dtype=parameter.dtype, device=parameter.device
         )
@@ -161,13 +165,7 @@ class Reducer:
                 if not _is_absent(self.staged[index]):
                     self.parameters[index].grad = self.staged[index]
         finally:
-            self._rearm()
-
-    def drop(self) -> None:
-        """End an interrupted round of which no more is sent."""
-        for handle in self._handles:  # into memory that the next round uses again
-            handle.wait()
-        self._rearm()
+            self.rearm()
 
     def abandon(self) -> None:
         """End an interrupted round: complete all collectives, drop this rank's gradients."""
@@ -180,7 +178,7 @@ class Reducer:
             for handle in self._handles:
                 handle.wait()
         finally:
-            self._rearm()
+            self.rearm()
             for parameter in self.parameters:
                 parameter.grad = None
 
@@ -196,6 +194,10 @@ class Reducer:
             weakref.finalize(self, handle.remove).atexit = False
 
     def _on_gradient(self, index: int) -> None:
+        with self._lock:
+            self._take(index)
+
+    def _take(self, index: int) -> None:
         if index in self.staged:
             # It was added to memory that is being sent, so this round's results are invalid.
             self.is_in_backward = True
@@ -224,7 +226,8 @@ class Reducer:
 
     # ----------------------------------------------------------------------------------- a round
 
-    def _rearm(self) -> None:
+    def rearm(self) -> None:
+        """Begin a round in which nothing is staged."""
         self.has_news = False  # whether a gradient may have changed since the last mean
         # Whether backwards send: a training forward of the wrapper came in this round. Those of the
         # module alone stay local; if `finish` is called after them, it sends.
@@ -278,6 +281,15 @@ def _call(on_gradient: weakref.WeakMethod[Any], index: int, _parameter: torch.Te
 def is_inside_backward() -> bool:
     """Whether a backward is running, as when activation checkpointing repeats a forward."""
     return torch._C._current_graph_task_id() != -1
+
+
+def _has_own_memory(gradient: torch.Tensor) -> bool:
+    """Whether no other tensor shares the memory of a gradient.
+
+    Autograd takes a view as a gradient without a copy: of `a.view(4) + b.view(4)` both have one.
+    """
+    storage = gradient.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata) <= 2  # its own, and that of `storage`
 
 
 def _is_absent(place: torch.Tensor) -> bool:

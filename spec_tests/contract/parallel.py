@@ -164,7 +164,7 @@ def sharded_optimizer(
         closure: `step` evaluates a closure once, before updating, and returns its loss.
         closure-options: Options that the closure sets count in that step, and stay.
         divided-after-load: After a load, too, `.state` holds only the state that this rank owns.
-        balanced: A rank's state is at most twice the larger of its share and any parameter's.
+        balanced: A rank's state is at most twice max(all state / ranks, any parameter's state).
         current-weights: A step begins with the current weights, also if other code wrote them.
         whole-groups: `param_groups` are the caller's, in order, with all parameters.
         rates: `param_groups` show the caller's rates, or the default of `optimizer_cls`.
@@ -181,7 +181,7 @@ def sharded_optimizer(
         unequal-ranks: Where ranks differ in parameters or options, all raise.
         one-copy: A step sends one copy of the trained parameters.
         same-order: All ranks send in the same order.
-        few-messages: A step sends at most one message for each parameter.
+        few-messages: A step sends at most one message per parameter. It should be one per rank.
         one-owner: Each element is updated by one rank, from that rank's gradient alone.
         gradients-stay: A step does not change gradients.
         compile: `torch.compile(optimizer.step)` gives the same.

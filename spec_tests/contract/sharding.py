@@ -24,9 +24,9 @@ def fully_shard(
 
     The caller seeds all ranks alike: sharding does not synchronise weights. "Full weights" are
     unsharded parameters. An "update" is `Optimizer.step`, a load function, or an in-place operation
-    under `no_grad` on the Parameter or on its local tensor, between steps. `zero_grad` means
-    `Optimizer.zero_grad`, unless a promise says "of the model". What `.grad` shows of gradients
-    that are not reduced yet is not judged.
+    under `no_grad` on the Parameter or on its local tensor, between steps. All ranks make the same
+    updates. `zero_grad` means `Optimizer.zero_grad`, unless a promise says "of the model". What
+    `.grad` shows of gradients that are not reduced yet is not judged, nor are second derivatives.
 
     Args:
         module: a module; at level `production` also a list of modules, which become one unit.
@@ -91,7 +91,7 @@ def fully_shard(
         one-collective: A unit is gathered and reduced by one collective per dtype, or one per rank.
         no-extra-bytes: A gather carries the unit's parameters, padded to equal shards, no more.
         trained-only: A reduction carries the gradients of trained parameters, padded likewise.
-        unused-somewhere: In a unit that every rank's backward reaches, an absent gradient is zero.
+        unused-somewhere: In a unit that all ranks reach, a gradient that some lack is zero there.
         clears-between: `zero_grad` of the model clears gradients between forward and backward.
         clears-after-error: `zero_grad` of the model clears gradients after a caught exception.
         backward-after-clear: After `zero_grad` of the model a pending backward is right.

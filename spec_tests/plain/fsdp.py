@@ -104,7 +104,6 @@ class Unit:
         self.pieces = [self.shard(p, places) for p, places in self.managed().items()]
         self.reshard_after_backward = True
         self.is_synchronised = True
-        self.all_reduces = True
         self.is_last_backward = True
         self.factor: float | None = None
         self.in_backward = False

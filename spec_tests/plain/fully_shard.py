@@ -189,20 +189,16 @@ class PlainFsdp(Unit):
         """Return the contract's functions for this class of units."""
 
         def fully_shard(
-            module, *, mesh=None, reshard_after_forward=None, mp_policy=None, ignored_params=(),
-            **options,
-        ):  # fmt: skip
-            if isinstance(module, list):
-                for part in module:
-                    fully_shard(part, mesh=mesh, reshard_after_forward=reshard_after_forward)
-                return module
+            module, *, mesh=None, reshard_after_forward=None, mp_policy=None, ignored_params=()
+        ):
             if mesh is None:
                 mesh = init_device_mesh("cpu", (dist.get_world_size(),))
             policy = mp_policy or MixedPrecisionPolicy()
-            if cls.refuses:
-                require_shardable(module, mesh, reshard_after_forward, policy)
-            module._plain_fsdp = cls(module, mesh, reshard_after_forward, policy, ignored_params)
-            module.__class__ = cls.class_of(type(module))
+            for part in module if isinstance(module, list) else [module]:
+                if cls.refuses:
+                    require_shardable(part, mesh, reshard_after_forward, policy)
+                part._plain_fsdp = cls(part, mesh, reshard_after_forward, policy, ignored_params)
+                part.__class__ = cls.class_of(type(part))
             return module
 
         def fsdp(module, *, compute_dtype=None):
@@ -274,10 +270,6 @@ class FSDPModule:
     def set_reshard_after_forward(self, flag: bool, recurse: bool = True) -> None:
         for unit in self._units(recurse):
             unit.reshard_after_forward = flag
-
-    def set_requires_all_reduce(self, flag: bool, *, recurse: bool = True) -> None:
-        for unit in self._units(recurse):
-            unit.all_reduces = flag
 
     def set_is_last_backward(self, flag: bool) -> None:
         for unit in self._units():

@@ -140,7 +140,7 @@ class PlainTrainer:
         dist.barrier(group=self.group)
 
     def load(self, directory: Any) -> None:
-        saved = torch.load(Path(directory) / "trainer.pt", weights_only=False)
+        saved = torch.load(Path(directory) / "trainer.pt", weights_only=True)
         with torch.no_grad():
             for name, parameter in self.module.named_parameters():
                 parameter.copy_(like(parameter, saved["weights"][name]))

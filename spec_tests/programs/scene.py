@@ -118,6 +118,8 @@ AXES: Mapping[str, Mapping[str, Word]] = {
         TWO_DTYPES: toy("double", refusable=WHOLE + SHARDS + OPTIMIZER),
         MIXED: toy("mixed", of=REPLICAS + OPTIMIZER, refusable=OPTIMIZER),
         "shifted": toy("shifted", of=REPLICAS + TRAINERS),
+        "viewed": toy("viewed", level="production", of=REPLICAS),
+        "twins": toy("twins", level="production", of=REPLICAS, is_drawn=False),
         "gapped": toy("gapped", level="production", of=REPLICAS + OPTIMIZER),
     },
     # Replicas start from the first rank's weights, whatever the others have.

@@ -205,6 +205,24 @@ class Shifted(nn.Module):
         return self.first(x) + self.shift
 
 
+class Viewed(nn.Module):
+    """Parameters that are added as views: autograd takes views of one gradient as theirs.
+
+    Of two such parameters it adds up gradients wrongly, in one memory.
+    """
+
+    def __init__(self, number: int = 1) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6, bias=False)
+        self.shifts = nn.ParameterList(torch.empty(24) for _ in range(number))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.first(x)
+        for shift in self.shifts:
+            y = y + shift.view(4, 6)
+        return y
+
+
 class Mixed(nn.Module):
     """Parameters of a narrow, a wide and a narrow dtype; each just holds the gradients of its own.
 
@@ -416,6 +434,8 @@ TOYS = {
         Toy("strided", Strided, weights=2, inputs=3),
         Toy("gapped", Gapped, weights=2, inputs=3),
         Toy("shifted", Shifted, weights=2, inputs=3),
+        Toy("viewed", Viewed, weights=2, inputs=3),
+        Toy("twins", partial(Viewed, 2), weights=2, inputs=3),
         Toy("mixed", Mixed, reach=4 * 4),
         Toy("double", partial(Mixed, torch.float32, torch.float64, 2**30), reach=4 * 4),
         Toy("even", Even, reach=4 * 4 * 2),

@@ -18,7 +18,8 @@ are unsharded on a rank only while that layer computes.
 3. Hooks of the modules and of autograd start both at the right moments (`schedule.py`).
 
 `fsdp` shards the layers of a whole model in one call; everything else (norms) stays replicated,
-being too small to be worth a message in forward, and its gradients are averaged as in `ddp.py`.
+being too small to be worth a message in forward, and its gradients are averaged after the backward
+by the reducer of `ddp.py`.
 
 Cost. Per step and rank, n bytes of parameters: all-gather n, all-gather n again
 (`reshard_after_forward`), reduce-scatter n; data parallelism has 2n. Memory beside the shards:
@@ -237,6 +238,9 @@ class FullySharded(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the model's outputs."""
         self._reducer.begin()
+        # The units send over the same group in a backward. These messages wait for `finish`: ranks
+        # that disagree on what is unused would send them in different places among the units'.
+        self._reducer.is_armed = False
         return self.module(*args, **kwargs)
 
     @contextmanager
@@ -252,9 +256,9 @@ class FullySharded(nn.Module):
             RuntimeError: inside `no_sync`, or after an interrupted backward, whose gradients are
                 dropped. Nothing is sent then, so peers whose backward went on wait for this rank.
         """
-        if self.module._fsdp_schedule.was_interrupted or self._reducer.is_in_backward:
+        if self.module._fsdp_schedule.was_interrupted:
             self.module.reset_iter_state()
-            self._reducer.drop()
+            self._reducer.rearm()
             self.zero_grad()
             raise RuntimeError(
                 f"rank {comm.rank(None)}: the backward before this call was interrupted by an "

@@ -32,9 +32,10 @@ gradients: small ones spend more time waiting than travelling.
 
 Invariants. Outside of forward and backward, `parameters()` are the shards, but between `unshard()`
 and `reshard()`. What was gathered before an update that shows (`unit.py`) is never used after it.
-An Exception leaves the model with its shards; after one in a backward the next pass, forward or
-backward, discards what that backward left behind, on whatever ranks it happened. (`recover` is for
-the rest: module hooks do not run after a KeyboardInterrupt.)
+An Exception leaves the model with its shards; after one in a backward the next pass of this rank,
+forward or backward, discards what that backward left behind. If only some ranks raised, collectives
+no longer match: end the run. (`recover` is for the rest: module hooks do not run after a
+KeyboardInterrupt.)
 
 Paper: Zhao et al. 2023, "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel",
 sections 3.2 and 3.3; Rajbhandari et al. 2020, "ZeRO", section 5. PyTorch counterpart: `FSDPState`,
@@ -111,6 +112,7 @@ class Schedule:
                 unit.drop_stale()
             if is_first:
                 unit.was_kept = unit.state is UnitState.UNSHARDED
+                unit.first_node = torch.autograd._get_sequence_nr()
             unit.unshard()
             unit.wait_for_unshard()
             if is_new and is_first:
@@ -138,7 +140,7 @@ class Schedule:
             output = _map_tensors(lambda t: t.view_as(t), output)
             outputs = _differentiable(output)
         for tensor in outputs:
-            tensor.register_hook(hook)
+            _call_before(hook, tensor, unit.first_node)
         if torch.is_grad_enabled() and torch._C._are_functorch_transforms_active():
             # What a transform of torch.func hides may belong to a graph outside of it.
             hidden = [t for t in _tensors(output) if t.is_floating_point() and not t.requires_grad]
@@ -291,6 +293,20 @@ class Schedule:
             for parameter in unit.parameters:
                 parameter.drop()
         self._drop_unused()
+
+
+def _call_before(hook: Callable[..., None], output: torch.Tensor, first_node: int) -> None:
+    """Call `hook` when a backward reaches an output.
+
+    Where a view is written to later, the graph keeps the node of its base alone. So that node is
+    watched, if the forward has made it: its nodes are numbered from `first_node` on.
+    """
+    is_hidden = torch._C._are_functorch_transforms_active()
+    node = output._base.grad_fn if output._is_view() and not is_hidden else None
+    if node is not None and node._sequence_nr() >= first_node:
+        node.register_prehook(hook)
+    else:
+        output.register_hook(hook)
 
 
 class _Watched(torch.autograd.Function):

@@ -17,9 +17,9 @@ it; on nccl a stream of its own, which waits for the current stream where the me
 for which the current stream waits where it is finished. So one order of calls serves both backends.
 
 Never stale. An unsharded copy is current as long as neither an optimizer has stepped over its
-parameters nor a version counter has moved (foreach updates move none). Both are the same on all
-ranks, so all of them gather again, or none. After changes that neither shows, `torch._foreach_*` or
-`.data` outside of an optimizer, call `reshard()`.
+parameters nor a version counter has moved (foreach updates move none). Every rank has to make the
+same updates, a rank whose shards are empty as well: then all of them gather again, or none. After
+changes that neither shows, `torch._foreach_*` or `.data` outside of an optimizer, call `reshard()`.
 
 PyTorch counterpart: `FSDPParamGroup` and `foreach_reduce`.
 """
@@ -94,6 +94,7 @@ class Unit:
     hooks: list[RemovableHandle] = field(default_factory=list)  # on the modules
     is_in_backward: bool = False  # its gradients are being computed
     was_kept: bool = False  # it was unsharded before the forward that is running
+    first_node: int = 0  # number of the first node that autograd makes in that forward
     depth: int = 0  # how many calls of its modules are running, one inside another
     to_run: set[nn.Module] = field(default_factory=set)  # not run yet since the first of them did
 

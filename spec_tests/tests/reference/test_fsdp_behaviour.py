@@ -197,7 +197,11 @@ def different(api: Any) -> Programs:
     carried = nn.Linear(4, 4, bias=False)
     carried.weight = nn.Parameter(Carried(torch.ones(4, 4)))
     yield "a parameter with `fsdp_pre_all_gather`", lambda: trains(api.fully_shard(carried))
-    yield "a view as output", lambda: trains(api.fully_shard(layers().append(nn.Flatten(0))))
+    yield "a view as output, written to", lambda: trains(flat_and_written_to(api))
+
+
+def flat_and_written_to(api: Any) -> nn.Module:
+    return nn.Sequential(api.fully_shard(layers().append(nn.Flatten(0))), nn.ReLU(inplace=True))
 
 
 def reused(model: Any) -> str:
@@ -304,6 +308,23 @@ def test_every_name_parameter_and_default_of_pytorchs_is_here_or_in_the_table():
 
     assert sorted(differences()) == sorted(listed() - OPTIONS)
     assert listed() >= OPTIONS
+
+
+class Gated(nn.Sequential):
+    """Layers with a norm between them that the first rank alone uses."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        first, norm, last = self
+        return last(norm(first(x)) if torch.distributed.get_rank() == 0 else first(x))
+
+
+@on_ranks(2)
+def test_a_whole_model_whose_ranks_use_other_parameters_ends_its_step(ctx):
+    model = Gated(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4)).to(ctx.device)
+    wrapped = ctx.impl.fsdp(model)
+    wrapped(X.to(ctx.device)).square().sum().backward()
+    wrapped.finish_gradient_synchronization()
+    assert model[1].weight.grad.abs().sum() > 0  # half of what the first rank has
 
 
 @on_ranks(1)

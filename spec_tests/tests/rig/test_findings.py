@@ -23,7 +23,7 @@ BODIES = (
     "fsdp_lifecycle_registered_method",  # on ranks
     "attention_causal_skips_hidden_tiles",
     "clip_norm_tied_once",
-    "fsdp_refusals_unequal_scalar",  # by how each rank ends
+    "ddp_gradients_unused_on_a_whole_rank",  # by how each rank ends
     "measure_memory_frozen",
 )
 SITUATIONS = (
@@ -38,15 +38,21 @@ WORDS = ("what", "got", "clause", "checked")
 WITHOUT = {
     "attention.shapes.empty": "torch 2.13 has mended it",
     "clip.nonfinite.error-on-all-ranks": "as clip.nonfinite.largest-of-nan",
-    "fsdp.backward.unused-on-some-ranks": "two of its four cases have one; one hangs",
+    "clip.norm.absent-on-one-rank": "a choice: ranks have to have the same gradients",
+    "ddp.lifecycle.parameters-added-later": "a choice: its documentation forbids it",
+    "fsdp.backward.unused-on-some-ranks": "one of its cases has one",
     "fsdp.footprint.part-of-a-list": "torch 2.13 has mended it",
     "fsdp.traffic.wait-after-reshard": "a choice: the documentation does not say",
     "fsdp.order.runs-ahead-of-a-straggler": "a choice: FSDP2 overlaps by CUDA streams",
+    "fsdp.lifecycle.fresh-after-step": "one of its cases has one; what a setter keeps is documented",
+    "fsdp.refusals.parameters-added-later": "a choice: added before fully_shard",
+    "fsdp.refusals.unequal-ranks": "a choice: ranks have to have the same modules",
     "fsdp.refusals.unequal-ranks-of-a-mesh": "as fsdp.refusals.unequal-ranks",
     "measure.memory.static-terms-of-any-model": "as measure.memory.peak",
     "measure.throughput.warms-up-until-steady": "a choice: Timer documents a fixed warm-up",
     "trainer.lifecycle.after-an-exception": "as fsdp.accumulation.zero-grad-discards",
     "trainer.parameters.thawed-later": "a choice: DDP documents it",
+    "zero1.refusals.unequal-ranks": "a choice: ranks have to have the same parameters",
 }
 """Clauses with a deviation declared of torch and no finding, and why."""
 
