@@ -19,7 +19,7 @@ from spec_tests.rig.outcomes import Strength
 from spec_tests.watch.norm import ABOUT, NORMS, About, Finding
 
 if TYPE_CHECKING:
-    from spec_tests.watch.run import Run, Step
+    from spec_tests.watch.run import Collective, Run, Step
 
 NAME_REPLICAS = "name the ranks that are replicas, as --replicas 0,1"
 _FIRST = 3  # steps that show whether gradients are exchanged
@@ -284,27 +284,35 @@ def _are_exchanged(step: Step, last: Step) -> bool:
 def _are_sent(step: Step, last: Step, names: set[str], *, is_just: bool = False) -> bool:
     """Return whether each rank sent as many elements as some weights have between two steps.
 
-    Those of a new model are not known to be the same ones: they came in objects.
-
     Args:
         is_just: it sent each by itself, or all in one tensor, beside which buffers may be.
     """
     sizes = Counter(map(step.sizes.__getitem__, names))
-    total, is_same = sum(sizes.elements()), step.numbers == last.numbers
+    total = sum(sizes.elements())
     for rank, event in step.events.items():
-        until, by_ddp = event["begun"], event["by_wrappers"] - last.events[rank]["by_wrappers"]
-        begins = [f["t"] for f in event["forwards"] if f["first"] >= last.events[rank]["met"]]
-        if begins and not is_same:  # behind the first forward of a new model gradients are sent
-            until, by_ddp = begins[0], by_ddp - event["by_ddp"]
-        sent = step.run.ranks[rank].span(last.events[rank]["t"], until)
+        sent, by_ddp = _between(step, last, rank)
         bare = [each for each in sent if "broadcast" not in each.name]
         # A state that is sent as an object has four bytes for an element.
         own = Counter(each.numel // (4 if "Byte" in each.dtypes else 1) for each in bare)
         if not event["is_complete"] and 2 * (own & sizes).total() > own.total():
             continue  # so many tensors that the recorder has lost some
-        if is_just and not sizes <= own and not any(0 <= n - total <= total / 4 for n in own):
-            return False
-        known = [each for each in sent if is_same or "Byte" in each.dtypes]
-        if sum(each.numel for each in (bare if is_just else known)) < total + by_ddp:
+        if is_just:
+            is_one = any(0 <= size - total <= total / 4 for size in own)
+            if not (is_one or sizes <= own):
+                return False
+            sent = bare
+        elif step.numbers != last.numbers:  # not known to be the same weights: they came in objects
+            sent = [each for each in sent if "Byte" in each.dtypes]
+        if sum(each.numel for each in sent) < total + by_ddp:
             return False
     return bool(names)
+
+
+def _between(step: Step, last: Step, rank: int) -> tuple[list[Collective], int]:
+    """Return what a rank sent between two steps, and how many elements of it DDP reduced."""
+    event, before = step.events[rank], last.events[rank]
+    until, by_ddp = event["begun"], event["by_wrappers"] - before["by_wrappers"]
+    begins = [f["t"] for f in event["forwards"] if f["first"] >= before["met"]]
+    if begins and step.numbers != last.numbers:  # behind the first forward gradients are sent
+        until, by_ddp = begins[0], by_ddp - event["by_ddp"]
+    return step.run.ranks[rank].span(before["t"], until), by_ddp
