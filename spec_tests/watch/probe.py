@@ -314,7 +314,7 @@ class Probe:
 
     def accumulated(self, parameter: Tensor) -> None:
         """A backward has added to the gradient of a parameter."""
-        ddp = (self.names.of(parameter).wrapper or (lambda: None))()
+        ddp = self.names.of(parameter).ddp
         is_unsynced = ddp is not None and not ddp.require_backward_grad_sync
         is_synced = ddp is not None and not is_unsynced and not ddp._comm_hooks
         self.window.accumulated(parameter, is_unsynced, is_synced)

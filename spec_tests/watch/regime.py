@@ -33,7 +33,7 @@ class Regime(Enum):
     WRAPPED = "DDP, FSDP or --replicas says that they are replicas"
     REPLICAS = "they begin equal, or their gradients are made equal, and nothing denies it"
     UNREDUCED = "they are meant to be replicas, and nothing makes them equal: a wrapper is missing"
-    EARLY = "so far UNREDUCED, in a run that --steps ended: weights may be averaged later"
+    EARLY = "so far UNREDUCED, or DDP is left, in a run that --steps ended: weights may be averaged"
     PERIODIC = "ranks have weights of their own after a step, and exchange these now and then"
     ALONE = "each begins with weights of its own, and no gradient is exchanged: an ensemble"
     UNKNOWN = "each begins with weights of its own, and something else is exchanged"
@@ -81,6 +81,7 @@ class Seen:
         is_divided: a DistributedSampler divides one data set among ranks that exchange nothing.
         held_at: the last step that made gradients, or weights that it moved, equal; 0 for none.
         left_at: the first step that is seen to make nothing equal; 0 for none.
+        has_left: its parameters were trained through DDP, and go around it now.
         doubt: why plain parameters may be no replicas, or "".
         exchange: when ranks exchanged weights that were apart, in words, or "".
     """
@@ -92,6 +93,7 @@ class Seen:
     is_divided: bool = False
     held_at: int = 0
     left_at: int = 0
+    has_left: bool = False
     doubt: str = ""
     exchange: str = ""
 
@@ -115,6 +117,7 @@ class Regimes:
     seen: dict[Whose, Seen] = field(default_factory=lambda: defaultdict(Seen))
     # By the numbers of the parameters, the last step that left them apart.
     _apart: dict[tuple[int, ...], Step] = field(default_factory=dict)
+    _through: set[int] = field(default_factory=set)  # numbers of what DDP has made equal
 
     def of(self, whose: Whose, kind: str) -> Regime:
         """Return the regime of an optimizer's parameters.
@@ -124,7 +127,8 @@ class Regimes:
         """
         seen, exchange = self.seen[whose], self.exchange(whose)
         if kind == "wrapped" or (self.named and (seen.unequal or exchange)):
-            return Regime.PERIODIC if exchange else Regime.WRAPPED
+            is_early = self.is_cut and seen.has_left
+            return Regime.PERIODIC if exchange else Regime.EARLY if is_early else Regime.WRAPPED
         if seen.is_reduced:
             return Regime.REPLICAS
         if self.doubt(whose):
@@ -178,6 +182,7 @@ class Regimes:
     def begin_anew(self) -> None:
         """The command starts ranks again: no exchange is between two trainings."""
         self._apart.clear()
+        self._through.clear()
 
     def end(self, run: Run) -> None:
         """Take what became of weights after the last step, as a model shows when it goes."""
@@ -218,17 +223,25 @@ class Regimes:
         is_equal = not any(step.unequal("after", every=True))
         most = max(event["reduced"] for event in events)
         is_moved = is_equal and all(event["moved"] for event in events)
-        is_bad = any(event["bad"]["grads"] for event in events)  # NaN is equal to NaN, in bytes
         if is_moved or any(step.sizes[name] <= most for name in equal):
             seen.held_at = step.number
         elif is_complete or all(len(of) > 1 for of in grads.values()):
             seen.left_at = seen.left_at or step.number
-        last = self._apart.pop(step.numbers, None) or self._continued(step)
+        through = [f["syncs"] is not None for event in events for f in event["forwards"]]
+        if through:
+            seen.has_left = not (any(through) or self._through.isdisjoint(step.numbers))
+        self._through.update(step.numbers if any(through) and is_moved else ())
+        is_bad = any(event["bad"]["grads"] for event in events)  # NaN is equal to NaN, in bytes
+        self._take_exchange(step, is_by_optimizer=is_moved and not is_bad)
+
+    def _take_exchange(self, step: Step, *, is_by_optimizer: bool) -> None:
+        seen, last = self.seen[step.whose], self._apart.pop(step.numbers, None)
+        last = last or self._continued(step)
         if last is None or self.exchange(step.whose):
             pass
         elif _are_exchanged(step, last):
             seen.exchange = f"before step {step.number} at {step.place(min(step.events))}"
-        elif is_moved and not is_bad and any(step.unequal("before")):  # by the optimizer itself
+        elif is_by_optimizer and any(step.unequal("before")):
             seen.exchange = f"in step {step.number}"
         if any(step.unequal("after")):
             self._apart[step.numbers] = step

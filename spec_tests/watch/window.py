@@ -81,7 +81,7 @@ class Window:
                 ],
                 "random": random_now(),
                 "drops": False,
-                "inside": ddp is None and any(names.of(p).wrapper for p in module.parameters()),
+                "inside": ddp is None and any(names.of(p).ddp for p in module.parameters()),
                 "syncs": None if ddp is None else bool(ddp.require_backward_grad_sync),
                 "averages": ddp is not None and not getattr(ddp, "_comm_hooks", True),
                 "buffers": None,
@@ -138,6 +138,8 @@ class Window:
     def fields(self) -> dict[str, Any]:
         """Return everything as data, in which numbers may still be on their device."""
         counted = [*self.counts.values()]
+        # Else the module inside was called: DDP has not prepared to reduce.
+        is_through = not self.forwards or any(f["syncs"] is not None for f in self.forwards)
         return {
             "forwards": [{**each, "buffers": each["buffers"] or {}} for each in self.forwards],
             "loss": sum(float(root) for root in self.roots) if self.roots else None,
@@ -152,7 +154,7 @@ class Window:
             "distinct": sum(size for *_, size in counted),
             "synced": sum((times - left) * size for times, left, _, size in counted),
             "by_hand": sum(size for size, _ in self.by_hand),
-            "by_ddp": sum(of_ddp * size for _, _, of_ddp, size in counted),
+            "by_ddp": sum(of_ddp * size for *_, of_ddp, size in counted) * is_through,
             "backwards": max((times for times, *_ in counted), default=0),
             "unsynced": max((times for _, times, *_ in counted), default=0),
         }
