@@ -64,7 +64,7 @@ def quiet(hook: Hook, *, elsewhere: bool = False) -> Hook:
         probe = probe_to_ask(elsewhere=elsewhere)
         if probe is None:
             return
-        is_watched = _is_watched()
+        is_watched = _is_watched()  # torch's state of another thread is left empty, as it was
         # What a mode of the script counts or fakes is the script's operations, not these.
         modes = _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
         if is_watched:
