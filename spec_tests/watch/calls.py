@@ -316,7 +316,7 @@ def is_for_join(frame: Any) -> bool:
 
 def made(probe: Any, parameter: Tensor) -> None:
     """A backward has added to a gradient: keep its norm, if no wrapper reduces it."""
-    is_by_hand = probe.names.of(parameter).wrapper is None
+    is_by_hand = probe.names.of(parameter).ddp is None
     grad = parameter.grad if is_by_hand and _is_due(probe) else None
     if grad is not None and grad.layout is torch.strided:
         probe.window.made[id(parameter)] = (grad.numel(), _norm(grad))
@@ -359,7 +359,7 @@ def others(probe: Any) -> list[int]:
     size of one may be a weight, as of a moving average.
     """
     known = list(probe.names.known.values())
-    if not probe.window.by_hand or not any(each.wrapper for each in known):
+    if not probe.window.by_hand or not any(each.ddp for each in known):
         return []
     parameters = [p for each in known if (p := each.parameter()) is not None]
     grads = [local_of(p.grad) for p in parameters if p.grad is not None]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -13,6 +12,9 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
+_IS_FREE = "trainspec_watch"
+"""In torch's own state of the thread that imported it: False in the probe's own doing. Autograd
+hands that state on to the thread that works for it, as that of a GPU. Other threads have none."""
 Hook = Callable[..., None]
 
 
@@ -23,12 +25,25 @@ class Current:
     is_replaying = False
 
 
-def probe_to_ask() -> Any:
-    """Return the probe, unless this is compiled code, another thread, or the probe's own doing."""
+def watch_this_thread(*, is_free: bool = True) -> None:
+    """Watch what this thread does from here on; or nothing, while the probe itself does it."""
+    torch._C._stash_obj_in_tls(_IS_FREE, is_free)
+
+
+def probe_to_ask(*, elsewhere: bool = False) -> Any:
+    """Return the probe, unless this is compiled code, another thread, or the probe's own doing.
+
+    Args:
+        elsewhere: take a thread of the script's own for the one that imported torch.
+    """
     probe = None if torch.compiler.is_compiling() else Current.probe
-    if probe is None or probe.is_busy or probe.thread != threading.get_ident():
+    if probe is None or not (torch._C._get_obj_in_tls(_IS_FREE) if _is_watched() else elsewhere):
         return None
     return None if _is_traced() else probe
+
+
+def _is_watched() -> bool:
+    return torch._C._is_key_in_tls(_IS_FREE)
 
 
 def _is_traced() -> bool:
@@ -41,24 +56,27 @@ def _is_traced() -> bool:
     )
 
 
-def quiet(hook: Hook) -> Hook:
+def quiet(hook: Hook, *, elsewhere: bool = False) -> Hook:
     """Give a hook the probe, and keep its errors and its operations from the script."""
 
     @functools.wraps(hook)
     def guarded(*arguments: Any, **keywords: Any) -> None:
-        probe = probe_to_ask()
+        probe = probe_to_ask(elsewhere=elsewhere)
         if probe is None:
             return
+        is_watched = _is_watched()  # torch's state of another thread is left empty, as it was
         # What a mode of the script counts or fakes is the script's operations, not these.
         modes = _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
-        probe.is_busy = True
+        if is_watched:
+            watch_this_thread(is_free=False)
         try:
             with modes, torch.no_grad():
                 hook(probe, *arguments, **keywords)
         except Exception as error:
             probe.fail(error)
         finally:
-            probe.is_busy = False
+            if is_watched:
+                watch_this_thread()
 
     return guarded
 

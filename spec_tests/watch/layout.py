@@ -56,7 +56,7 @@ class Known:
         name: in a module that was called at the top, or "".
         owner: the module that has it, if that is called at the top, or within.
         kind, ranks: as of an `Entry`, of a parameter that is no DTensor.
-        wrapper: the DistributedDataParallel that has it.
+        wrapper: the DistributedDataParallel that has it, or had it while that lived.
         is_fsdp: whether a unit of FSDP2 has it.
         is_counted: whether the backwards that reach it are counted.
         places: the modules that it was registered in, each with the name there; two are a tie.
@@ -73,6 +73,11 @@ class Known:
     is_added: bool = False
     is_counted: bool = False
     places: list[tuple[weakref.ref[nn.Module], str]] = field(default_factory=list)
+
+    @property
+    def ddp(self) -> Any:
+        """The DistributedDataParallel that has it, while that lives."""
+        return None if self.wrapper is None else self.wrapper()
 
 
 class Names:

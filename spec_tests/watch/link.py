@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from .guard import Current, outwards
+from .guard import Current, outwards, watch_this_thread
 
 BEAT_SECONDS = 1.0
 _OWN = f"{Path(__file__).parent}{os.sep}"
@@ -285,7 +285,7 @@ def raised(hidden: Any, kind: Any, error: Any, trace: Any) -> None:
     if link is not None:
         link.send_collectives()
         link.send("raised", **error_fields(error, trace))
-        Current.probe.is_busy = True  # its device may wait for other ranks: ask it nothing more
+        watch_this_thread(is_free=False)  # its device may wait for other ranks: ask it nothing more
     hidden(kind, error, trace)
 
 

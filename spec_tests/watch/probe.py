@@ -14,7 +14,6 @@ import itertools
 import json
 import os
 import sys
-import threading
 import time
 import traceback
 import warnings
@@ -31,7 +30,7 @@ from torch import Tensor, nn
 from torch.optim import optimizer as optim
 
 from . import calls, loading
-from .guard import Current, is_inside, observe, probe_to_ask, quiet, watching
+from .guard import Current, is_inside, observe, probe_to_ask, quiet, watch_this_thread, watching
 from .layout import (
     Names,
     fingerprint,
@@ -64,6 +63,7 @@ def start() -> None:
     if os.environ.get(_WATCHED, str(os.getpid())) != str(os.getpid()):
         return  # a program that a rank has started, such as a compiler's worker
     Current.probe = Probe(json.loads(os.environ["TRAINSPEC_WATCH"]))
+    watch_this_thread()  # that has imported torch; the script's others are not watched
     modules, registered = nn.modules.module, quiet(lambda probe, *of: probe.names.register(*of))
     modules.register_module_parameter_registration_hook(registered)
     wrapped_by_ddp = quiet(lambda probe, module, *_: probe.names.register_module(module))
@@ -94,7 +94,6 @@ class Probe:
         self.options = options
         self.link: Link | None = None
         self.names = Names()
-        self.is_busy = False
         self.root: nn.Module | None = None
         self.inner: nn.Module | None = None  # of DDP: what the root hands on to
         self.trains = False  # the forward that is running
@@ -114,7 +113,6 @@ class Probe:
         self.loaded: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
         self.compared: set[tuple[int, str]] = set()
         self._roots: WeakKeyDictionary[nn.Module, tuple[Any, Any]] = WeakKeyDictionary()
-        self.thread = threading.get_ident()  # that imported torch; others are not watched
         self._world: tuple[int, int] | None = None
         self._failures = 0
 
@@ -316,7 +314,7 @@ class Probe:
 
     def accumulated(self, parameter: Tensor) -> None:
         """A backward has added to the gradient of a parameter."""
-        ddp = (self.names.of(parameter).wrapper or (lambda: None))()
+        ddp = self.names.of(parameter).ddp
         is_unsynced = ddp is not None and not ddp.require_backward_grad_sync
         is_synced = ddp is not None and not is_unsynced and not ddp._comm_hooks
         self.window.accumulated(parameter, is_unsynced, is_synced)
@@ -447,4 +445,6 @@ def _after_forward(module: nn.Module, arguments: Any, output: Any) -> None:
 
 
 _begin, _enter, _leave = quiet(Probe.begin), quiet(Probe.enter), quiet(Probe.left)
-_compare_and_keep, _accumulated = quiet(Probe.compare_and_keep), quiet(Probe.accumulated)
+_compare_and_keep = quiet(Probe.compare_and_keep)
+# In any thread, of parameters of forwards that were seen: each GPU has a thread for its own ones.
+_accumulated = quiet(Probe.accumulated, elsewhere=True)

@@ -90,13 +90,14 @@ def reduced_once(step: Step, rank: int, event: Event) -> Finding | None:
     )
 
 
-@rank_norm("watch.reduction.through-the-wrapper", source=_DDP)
+@rank_norm("watch.reduction.through-the-wrapper", source=_DDP, about=About.EQUAL)
 def through_the_wrapper(step: Step, rank: int, event: Event) -> Finding | None:
     """A training forward MUST go through DistributedDataParallel, not to the module inside it."""
     inside = [forward for forward in event["forwards"] if forward["inside"]]
     through = sum(forward["syncs"] is not None for forward in event["forwards"])
+    is_by_hand = step.run.world > 1 and not any(step.unequal("grads", every=True))
     # As many backwards as forwards of the wrapper: the others were an evaluation.
-    if not inside or 0 < event["backwards"] <= through:
+    if not inside or is_by_hand or 0 < event["backwards"] <= through:
         return None
     return step.finding(
         rank,
@@ -176,7 +177,8 @@ def gradients_equal(step: Step) -> Iterator[Finding]:
     if not found:
         return
     name, rank, values = _first(found)
-    are_reduced = next(of.values() for n, _, of in step.replicas("reduces") if n == name)
+    are_reduced = [*next(of.values() for n, _, of in step.replicas("reduces") if n == name)]
+    are_reduced += [f["syncs"] is not None for e in step.events.values() for f in e["forwards"]]
     lacks = [r for r, v in values.items() if v is None]
     micro_batches, likely = _reduced_ones(step, rank)
     place = step.events[rank]["forwards"][-1]["place"] if likely else None
@@ -292,7 +294,7 @@ def _several(found: Sequence[Any], step: Step) -> str:
     return f"{len({each[0] for each in found})} of {len(step.entries)} parameters"
 
 
-@step_norm("watch.optimizer.same-options", source=_DDP, about=About.PEERS)
+@step_norm("watch.optimizer.same-options", source=_DDP, about=About.EQUAL)
 def same_options(step: Step) -> Iterator[Finding]:
     """Learning rate and weight decay MUST be equal on all ranks."""
     first, *others = step.events

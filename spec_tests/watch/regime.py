@@ -19,7 +19,7 @@ from spec_tests.rig.outcomes import Strength
 from spec_tests.watch.norm import ABOUT, NORMS, About, Finding
 
 if TYPE_CHECKING:
-    from spec_tests.watch.run import Run, Step
+    from spec_tests.watch.run import Collective, Run, Step
 
 NAME_REPLICAS = "name the ranks that are replicas, as --replicas 0,1"
 _FIRST = 3  # steps that show whether gradients are exchanged
@@ -33,7 +33,7 @@ class Regime(Enum):
     WRAPPED = "DDP, FSDP or --replicas says that they are replicas"
     REPLICAS = "they begin equal, or their gradients are made equal, and nothing denies it"
     UNREDUCED = "they are meant to be replicas, and nothing makes them equal: a wrapper is missing"
-    EARLY = "so far UNREDUCED, in a run that --steps ended: weights may be averaged later"
+    EARLY = "so far UNREDUCED, or DDP is left, in a run that --steps ended: weights may be averaged"
     PERIODIC = "ranks have weights of their own after a step, and exchange these now and then"
     ALONE = "each begins with weights of its own, and no gradient is exchanged: an ensemble"
     UNKNOWN = "each begins with weights of its own, and something else is exchanged"
@@ -81,6 +81,7 @@ class Seen:
         is_divided: a DistributedSampler divides one data set among ranks that exchange nothing.
         held_at: the last step that made gradients, or weights that it moved, equal; 0 for none.
         left_at: the first step that is seen to make nothing equal; 0 for none.
+        has_left: its parameters were trained through DDP, and go around it now.
         doubt: why plain parameters may be no replicas, or "".
         exchange: when ranks exchanged weights that were apart, in words, or "".
     """
@@ -92,6 +93,7 @@ class Seen:
     is_divided: bool = False
     held_at: int = 0
     left_at: int = 0
+    has_left: bool = False
     doubt: str = ""
     exchange: str = ""
 
@@ -115,6 +117,7 @@ class Regimes:
     seen: dict[Whose, Seen] = field(default_factory=lambda: defaultdict(Seen))
     # By the numbers of the parameters, the last step that left them apart.
     _apart: dict[tuple[int, ...], Step] = field(default_factory=dict)
+    _through: set[int] = field(default_factory=set)  # numbers of what DDP has made equal
 
     def of(self, whose: Whose, kind: str) -> Regime:
         """Return the regime of an optimizer's parameters.
@@ -124,7 +127,8 @@ class Regimes:
         """
         seen, exchange = self.seen[whose], self.exchange(whose)
         if kind == "wrapped" or (self.named and (seen.unequal or exchange)):
-            return Regime.PERIODIC if exchange else Regime.WRAPPED
+            is_early = self.is_cut and seen.has_left
+            return Regime.PERIODIC if exchange else Regime.EARLY if is_early else Regime.WRAPPED
         if seen.is_reduced:
             return Regime.REPLICAS
         if self.doubt(whose):
@@ -178,6 +182,7 @@ class Regimes:
     def begin_anew(self) -> None:
         """The command starts ranks again: no exchange is between two trainings."""
         self._apart.clear()
+        self._through.clear()
 
     def end(self, run: Run) -> None:
         """Take what became of weights after the last step, as a model shows when it goes."""
@@ -218,17 +223,25 @@ class Regimes:
         is_equal = not any(step.unequal("after", every=True))
         most = max(event["reduced"] for event in events)
         is_moved = is_equal and all(event["moved"] for event in events)
-        is_bad = any(event["bad"]["grads"] for event in events)  # NaN is equal to NaN, in bytes
         if is_moved or any(step.sizes[name] <= most for name in equal):
             seen.held_at = step.number
         elif is_complete or all(len(of) > 1 for of in grads.values()):
             seen.left_at = seen.left_at or step.number
-        last = self._apart.pop(step.numbers, None) or self._continued(step)
+        through = [f["syncs"] is not None for event in events for f in event["forwards"]]
+        if through:
+            seen.has_left = not (any(through) or self._through.isdisjoint(step.numbers))
+        self._through.update(step.numbers if any(through) and is_moved else ())
+        is_bad = any(event["bad"]["grads"] for event in events)  # NaN is equal to NaN, in bytes
+        self._take_exchange(step, is_by_optimizer=is_moved and not is_bad)
+
+    def _take_exchange(self, step: Step, *, is_by_optimizer: bool) -> None:
+        seen, last = self.seen[step.whose], self._apart.pop(step.numbers, None)
+        last = last or self._continued(step)
         if last is None or self.exchange(step.whose):
             pass
         elif _are_exchanged(step, last):
             seen.exchange = f"before step {step.number} at {step.place(min(step.events))}"
-        elif is_moved and not is_bad and any(step.unequal("before")):  # by the optimizer itself
+        elif is_by_optimizer and any(step.unequal("before")):
             seen.exchange = f"in step {step.number}"
         if any(step.unequal("after")):
             self._apart[step.numbers] = step
@@ -284,27 +297,35 @@ def _are_exchanged(step: Step, last: Step) -> bool:
 def _are_sent(step: Step, last: Step, names: set[str], *, is_just: bool = False) -> bool:
     """Return whether each rank sent as many elements as some weights have between two steps.
 
-    Those of a new model are not known to be the same ones: they came in objects.
-
     Args:
         is_just: it sent each by itself, or all in one tensor, beside which buffers may be.
     """
     sizes = Counter(map(step.sizes.__getitem__, names))
-    total, is_same = sum(sizes.elements()), step.numbers == last.numbers
+    total = sum(sizes.elements())
     for rank, event in step.events.items():
-        until, by_ddp = event["begun"], event["by_wrappers"] - last.events[rank]["by_wrappers"]
-        begins = [f["t"] for f in event["forwards"] if f["first"] >= last.events[rank]["met"]]
-        if begins and not is_same:  # behind the first forward of a new model gradients are sent
-            until, by_ddp = begins[0], by_ddp - event["by_ddp"]
-        sent = step.run.ranks[rank].span(last.events[rank]["t"], until)
+        sent, by_ddp = _between(step, last, rank)
         bare = [each for each in sent if "broadcast" not in each.name]
         # A state that is sent as an object has four bytes for an element.
         own = Counter(each.numel // (4 if "Byte" in each.dtypes else 1) for each in bare)
         if not event["is_complete"] and 2 * (own & sizes).total() > own.total():
             continue  # so many tensors that the recorder has lost some
-        if is_just and not sizes <= own and not any(0 <= n - total <= total / 4 for n in own):
-            return False
-        known = [each for each in sent if is_same or "Byte" in each.dtypes]
-        if sum(each.numel for each in (bare if is_just else known)) < total + by_ddp:
+        if is_just:
+            is_one = any(0 <= size - total <= total / 4 for size in own)
+            if not (is_one or sizes <= own):
+                return False
+            sent = bare
+        elif step.numbers != last.numbers:  # not known to be the same weights: they came in objects
+            sent = [each for each in sent if "Byte" in each.dtypes]
+        if sum(each.numel for each in sent) < total + by_ddp:
             return False
     return bool(names)
+
+
+def _between(step: Step, last: Step, rank: int) -> tuple[list[Collective], int]:
+    """Return what a rank sent between two steps, and how many elements of it DDP reduced."""
+    event, before = step.events[rank], last.events[rank]
+    until, by_ddp = event["begun"], event["by_wrappers"] - before["by_wrappers"]
+    begins = [f["t"] for f in event["forwards"] if f["first"] >= before["met"]]
+    if begins and step.numbers != last.numbers:  # behind the first forward gradients are sent
+        until, by_ddp = begins[0], by_ddp - event["by_ddp"]
+    return step.run.ranks[rank].span(before["t"], until), by_ddp

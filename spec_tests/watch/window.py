@@ -58,10 +58,10 @@ class Window:
         self.is_low = False  # whether it computes in 16 bits
         self.feed: Any = None  # the loader that gave its batches
         self.is_cleared = False  # gradients, since the last backward
-        self.by_ddp = 0  # elements that DDP is to reduce
         self.by_hand: list[tuple[int, int]] = []  # elements and memory of the script's own sums
         self.has_dropped = False  # gradients of a backward that no step was taken with
-        self.counts: dict[int, list[int]] = {}  # parameter to its backwards, unsynced ones, size
+        # Parameter to its backwards, those without sync, those that DDP is to reduce; and its size.
+        self.counts: dict[int, list[int]] = {}
         self.made: dict[int, tuple[int, Tensor]] = {}  # parameter to its size, and gradient's norm
         self.summed: list[tuple[int, Tensor, Tensor]] = []  # size, norms before and after
 
@@ -81,7 +81,7 @@ class Window:
                 ],
                 "random": random_now(),
                 "drops": False,
-                "inside": ddp is None and any(names.of(p).wrapper for p in module.parameters()),
+                "inside": ddp is None and any(names.of(p).ddp for p in module.parameters()),
                 "syncs": None if ddp is None else bool(ddp.require_backward_grad_sync),
                 "averages": ddp is not None and not getattr(ddp, "_comm_hooks", True),
                 "buffers": None,
@@ -102,10 +102,10 @@ class Window:
 
     def accumulated(self, parameter: Tensor, is_unsynced: bool, is_synced: bool) -> None:
         """A backward has added to the gradient of a parameter, and DDP will reduce it or not."""
-        counted = self.counts.setdefault(id(parameter), [0, 0, parameter.numel()])
+        counted = self.counts.setdefault(id(parameter), [0, 0, 0, parameter.numel()])
         counted[0] += 1
         counted[1] += is_unsynced
-        self.by_ddp += parameter.numel() * is_synced
+        counted[2] += is_synced
         self.is_cleared = False
 
     def backwards(self, parameters: Iterable[Tensor]) -> int:
@@ -137,7 +137,9 @@ class Window:
 
     def fields(self) -> dict[str, Any]:
         """Return everything as data, in which numbers may still be on their device."""
-        counted = self.counts.values()
+        counted = [*self.counts.values()]
+        # Else the module inside was called: DDP has not prepared to reduce.
+        is_through = not self.forwards or any(f["syncs"] is not None for f in self.forwards)
         return {
             "forwards": [{**each, "buffers": each["buffers"] or {}} for each in self.forwards],
             "loss": sum(float(root) for root in self.roots) if self.roots else None,
@@ -148,13 +150,13 @@ class Window:
             "cleared": self.is_cleared,
             "stale": self.stale,
             "scheduled": max(self.scheduled.values(), default=None),
-            "computed": sum(times * size for times, _, size in counted),
-            "distinct": sum(size for _, _, size in counted),
-            "synced": sum((times - left) * size for times, left, size in counted),
+            "computed": sum(times * size for times, *_, size in counted),
+            "distinct": sum(size for *_, size in counted),
+            "synced": sum((times - left) * size for times, left, _, size in counted),
             "by_hand": sum(size for size, _ in self.by_hand),
-            "by_ddp": self.by_ddp,
-            "backwards": max((times for times, _, _ in counted), default=0),
-            "unsynced": max((times for _, times, _ in counted), default=0),
+            "by_ddp": sum(of_ddp * size for *_, of_ddp, size in counted) * is_through,
+            "backwards": max((times for times, *_ in counted), default=0),
+            "unsynced": max((times for _, times, *_ in counted), default=0),
         }
 
 

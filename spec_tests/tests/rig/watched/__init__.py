@@ -22,7 +22,7 @@ from multiprocessing import set_start_method
 from pathlib import Path
 
 HERE = Path(__file__).parent
-_OURS = ("__init__", "__main__", "frame", "trial")
+_OURS = ("__init__", "__main__", "elsewhere", "frame", "trial")
 SCRIPTS = tuple(sorted(path.stem for path in HERE.glob("*.py") if path.stem not in _OURS))
 
 
