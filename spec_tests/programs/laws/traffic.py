@@ -37,7 +37,7 @@ def volume(log: Log, *kinds: Kind) -> int:
 
 
 def _elements(event: Event) -> int:
-    return _numel(event) if _is_raw(event) or event.dtypes[0].startswith("float") else 0
+    return _numel(event) if _is_raw(event) or "float" in event.dtypes[0] else 0
 
 
 def _numel(event: Event) -> int:

@@ -160,6 +160,13 @@ def test_what_is_gathered_and_added_up_is_reduced_once(logs: list[Log], is_once:
         traffic.reduced_once(logs, numel=10, bookkeeping=2)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int64"])
+def test_what_is_no_floating_point_number_is_bookkeeping(dtype: str):
+    log = Log((Event("c10d.allgather_", Kind.GATHER, 8, 16, (dtype,)),), 0)
+    assert traffic.volume(log, Kind.GATHER) == 8 * ("float" in dtype)
+    assert len(traffic.without_gathers(log).events) == ("float" not in dtype)
+
+
 @pytest.mark.parametrize("times", [1, 2])
 def test_owners_of_unequal_shares_send_one_copy_by_messages(times: int):
     shares = (6, 2, 0)
