@@ -122,7 +122,7 @@ class GatherFlat(torch.autograd.Function):
         parts = [torch.empty_like(wide) for _ in range(dist.get_world_size())]
         dist.all_gather(parts, wide)  # and added up in the order of ranks
         mean = torch.stack(parts).sum(dim=0) / len(parts)
-        return mean.view(len(parts), -1)[dist.get_rank()].to(gradient.dtype)
+        return mean.view(len(parts), -1)[dist.get_rank()].to(gradient.dtype, copy=True)
 
 
 class FlatLayer(nn.Module):
