@@ -17,8 +17,10 @@ from pathlib import Path
 
 from spec_tests.rig.target import Target
 
-_CONTAINERS = ("dict", "list", "set", "count", "deque", "defaultdict", "OrderedDict", "Counter")
-_CONTAINERS += ("WeakSet", "WeakKeyDictionary", "WeakValueDictionary")
+_CONTAINERS = (
+    *("dict", "list", "set", "count", "deque", "defaultdict", "OrderedDict", "Counter"),
+    *("WeakSet", "WeakKeyDictionary", "WeakValueDictionary"),
+)
 _CACHE = re.compile(r"\b(lru_)?cache\b")
 _FILLS = ("append", "add", "update", "setdefault", "extend", "pop", "insert", "clear")
 
@@ -93,7 +95,7 @@ def _filled(node: ast.AST) -> Iterator[str]:
     elif isinstance(node, ast.Call) and ast.unparse(node.func) == "next" and node.args:
         written = node.args[0]
     if isinstance(written, ast.Name | ast.Attribute):
-        yield getattr(written, "id", None) or written.attr
+        yield written.id if isinstance(written, ast.Name) else written.attr
 
 
 def _is_empty(value: ast.expr | None) -> bool:
