@@ -50,7 +50,7 @@ def fully_shard(
     Level `correct`:
         dtensors: Parameters become DTensors sharded on dim 0.
         any-rows: A parameter may have any number of rows.
-        by-hand: After `unshard` parameters are full plain tensors. After `reshard` they are shards.
+        by-hand: After `unshard` parameters are full, plain and current; after `reshard`, shards.
         unreduced: `set_requires_gradient_sync(False)` keeps gradients unreduced until it is True.
         resharding: `set_reshard_after_backward` decides whether a backward frees full weights.
         fresh-weights: After an update, the next forward uses the new weights.

@@ -38,7 +38,7 @@ test_fresh_after_step = holds(
         "by-hand": f"even: {BY_HAND}",
         "by-hand-between-two": f"even two-foreach: keep True, {BETWEEN}, evaluate 9",
     },
-    source="contract: fresh-weights",
+    source="contract: fresh-weights, by-hand",
 )
 
 test_fresh_after_gather_in_flight = holds(

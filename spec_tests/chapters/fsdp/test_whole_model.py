@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from spec_tests.chapters.fsdp import sharded
-from spec_tests.chapters.fsdp.test_precision import HALF, constant, embedding
+from spec_tests.chapters.fsdp.test_precision import HALF
 from spec_tests.programs.law import same_as_alone
 from spec_tests.programs.laws import footprint, refusal, traffic
 from spec_tests.rig import judge
@@ -249,14 +249,21 @@ def test_a_step_of_a_whole_model_sends_three_copies(world, subject):
 
 def gathered_bytes(ctx, subject):
     """Bytes per weight that forward and backward gather, by dtype."""
-    layers = nn.Sequential(embedding(), constant(1.0)).to(ctx.device)
+    torch.manual_seed(sharded.SEED)
+    layers = nn.Sequential(nn.Embedding(4, 4), nn.Linear(4, 4, bias=False)).to(ctx.device)
     num_weights = sum(p.numel() for p in layers.parameters())
     model = ctx.impl.fsdp(layers, compute_dtype=HALF)
     with ctx.recording() as recorder:
-        model(torch.arange(4, device=ctx.device)).sum().backward()
+        loss = model(torch.arange(4, device=ctx.device)).square().sum()
+    logs = [recorder.log()]
+    with ctx.recording() as recorder:
+        loss.backward()
         sharded.finish(ctx, subject, model)
+    reduced = sum(e.numel for e in recorder.log().collectives(*traffic.REDUCTIONS))
+    if reduced >= num_weights:  # else gradients are gathered as well, and summed by hand
+        logs.append(recorder.log())
     found: dict[str, float] = {}
-    for event in recorder.log().collectives(*traffic.GATHERS):
+    for event in traffic.together(*logs).collectives(*traffic.GATHERS):
         word = "+".join(event.dtypes)
         found[word] = found.get(word, 0.0) + event.bytes / num_weights
     return found

@@ -202,6 +202,7 @@ def test_a_step_sends_one_copy_on_many_ranks(world, num_ranks):
     traffic.sent_once(
         logs,
         numel=NUM_LAYERS * SMALL_LAYER,
+        num_ranks=num_ranks,
         padding=NUM_LAYERS * 16,
         given=large_worlds.both(num_ranks),
     )

@@ -56,6 +56,10 @@ FSDP.benign(
     '+     raise ValueError(f"{name} is a parameter of two names")',
     "+ found[parameter] = [(owner, name)]",
     "...",
+    "- return whole, dist.all_gather_into_tensor(whole, own, group=self.group, async_op=True)",
+    "+ dist.all_to_all_single(whole, own.repeat(self.size()), group=self.group)",
+    "+ return whole, Done()",
+    "...",
     "- own = flat.new_empty(flat.numel() // self.size())",
     "- dist.reduce_scatter_tensor(own, flat.reshape(-1), group=self.group)",
     "+ parts = torch.empty_like(flat.reshape(-1))",
@@ -64,7 +68,10 @@ FSDP.benign(
     "@ spec_tests.plain.fully_shard",
     "  if self.is_root and self.run.is_callback_queued:",
     '+     raise RuntimeError("the last backward was interrupted: build the model anew")',
-    does="An error for a tie and after an interrupted backward, and reductions by all-to-all.",
+    "...",
+    "- def unshard(self, async_op: bool = False) -> Any:",
+    "+ def unshard(self, async_op: bool = False, /) -> Any:",
+    does="Errors for a tie and after an interrupted backward; sends by all-to-all alone.",
 )
 
 
@@ -111,9 +118,11 @@ class GatherFlat(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        own = gradient.new_empty(gradient.numel() // dist.get_world_size())
-        dist.reduce_scatter_tensor(own, gradient.contiguous())
-        return own / dist.get_world_size()
+        wide = gradient.contiguous().to(torch.promote_types(gradient.dtype, torch.float32))
+        parts = [torch.empty_like(wide) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, wide)  # and added up in the order of ranks
+        mean = torch.stack(parts).sum(dim=0) / len(parts)
+        return mean.view(len(parts), -1)[dist.get_rank()].to(gradient.dtype, copy=True)
 
 
 class FlatLayer(nn.Module):

@@ -44,12 +44,23 @@ class GathersAll(PlainZero1):
             offset += parameter.numel()
 
 
-@benign("benign.zero1-whole-state-dict")
+@benign("benign.zero1-whole-state-dict", also=("zero1.traffic.one-copy*", "zero1.traffic.any-*"))
 class WholeStateDict(PlainZero1):
-    """`state_dict` is collective, and whole."""
+    """`state_dict` is collective, and whole; owners send by point-to-point messages."""
 
     def state_dict(self):
         return self.full_state()
+
+    @torch.no_grad()
+    def take(self, parameter, owner):
+        whole = parameter.detach().contiguous()
+        if self.rank() == owner:
+            for other in range(self.size()):
+                if other != owner:
+                    dist.send(whole, group=self.group, group_dst=other)
+        else:
+            dist.recv(whole, group=self.group, group_src=owner)
+        parameter.copy_(whole)
 
 
 @benign("benign.zero1-state-inside")

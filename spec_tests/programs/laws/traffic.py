@@ -37,7 +37,7 @@ def volume(log: Log, *kinds: Kind) -> int:
 
 
 def _elements(event: Event) -> int:
-    return _numel(event) if _is_raw(event) or event.dtypes[0].startswith("float") else 0
+    return _numel(event) if _is_raw(event) or "float" in event.dtypes[0] else 0
 
 
 def _numel(event: Event) -> int:
@@ -68,14 +68,12 @@ def in_bytes(log: Log, *kinds: Kind) -> int:
 def gathered(log: Log, num_ranks: int, of: Callable[..., int] = volume) -> int:
     """Return the number of floating-point elements that a rank gathered, with its own share.
 
-    A gather by point-to-point messages receives all but the rank's own share, which is added.
+    By point-to-point messages a rank receives all but its own share, which each other rank is sent.
 
     Args:
         of: `in_bytes` for their bytes.
     """
-    received = of(log, Kind.RECEIVE)
-    share = received // (num_ranks - 1) if received else 0
-    return of(log, *GATHERS) + share
+    return of(log, *GATHERS) + of(log, Kind.SEND) // max(1, num_ranks - 1)
 
 
 def _reduced_pairwise(log: Log, num_ranks: int) -> tuple[int, int]:
@@ -171,17 +169,25 @@ def _gathered(logs: Sequence[Log], rank: int) -> float:
 
 
 def sent_once(
-    logs: Sequence[Log], *, numel: int, padding: int = 0, likely: str = "", given: str = ""
+    logs: Sequence[Log],
+    *,
+    numel: int,
+    num_ranks: int = 0,
+    padding: int = 0,
+    likely: str = "",
+    given: str = "",
 ) -> None:
     """What a rank receives adds up to one copy of `numel` elements, and nothing is reduced.
 
     Args:
+        num_ranks: of the world, where `logs` are of some of its ranks.
         padding: further elements that may be sent, for alignment and equal lengths.
     """
     __tracebackhide__ = True
     for rank, log in enumerate(logs):
         sent = log.collectives()
-        total = sum(map(_numel, sent))
+        own = sum(map(_numel, log.collectives(Kind.SEND)))  # which each other rank receives
+        total = sum(map(_numel, sent)) - own + own // max(1, (num_ranks or len(logs)) - 1)
         reduced = [event for event in sent if event.kind is Kind.REDUCTION]
         judge.holds(
             not reduced,

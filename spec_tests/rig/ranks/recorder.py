@@ -30,7 +30,7 @@ class Kind(StrEnum):
     REDUCTION = "reduction"  # all-reduce, reduce, reduce-scatter
     GATHER = "gather"  # all-gather, gather
     BROADCAST = "broadcast"  # broadcast, scatter
-    EXCHANGE = "exchange"  # all-to-all
+    EXCHANGE = "exchange"  # all-to-all, other than of one tensor to all ranks: that is a gather
     SEND = "send"  # one half of a letter
     RECEIVE = "receive"  # the other
     BARRIER = "barrier"
@@ -212,6 +212,8 @@ class Recorder(TorchDispatchMode):
         kind = next((kind for word, kind in _KINDS if word in name), None)
         if kind is None:  # wait_tensor and the like move nothing
             return
+        if kind is Kind.EXCHANGE and _sends_one_to_all(args):
+            kind = Kind.GATHER
         groups = [_tensors_of(arg) for arg in args] + [outputs]
         largest = max(groups, key=lambda group: sum(t.numel() for t in group))
         self._events.append(
@@ -223,6 +225,16 @@ class Recorder(TorchDispatchMode):
                 dtypes=tuple(sorted({str(t.dtype).removeprefix("torch.") for t in largest})),
             )
         )
+
+
+def _sends_one_to_all(args: tuple[Any, ...]) -> bool:
+    """Whether an all-to-all sends every rank the same, and not zeros, which gradients may be."""
+    sent = [a for a in args if isinstance(a, torch.Tensor) or _tensors_of(a)][-1]
+    if isinstance(sent, torch.Tensor):
+        sizes = [a for a in args if isinstance(a, list)][-1]
+        sent = sent.split(sizes or len(sent) // dist.ProcessGroup.unbox(args[2]).size() or 1)
+    first, *rest = [piece for piece in sent if piece.numel()] or [torch.empty(0)]
+    return bool(rest and first.any() and all(torch.equal(first, piece) for piece in rest))
 
 
 def issued_by_all_groups() -> int:

@@ -169,10 +169,8 @@ class Baton:
         found = self._by_thread.get(threading.get_ident())
         if found is None:
             raise NotSimulated(
-                f"thread {threading.current_thread().name!r} is not a rank: in the simulated world "
-                "only the thread that runs a body may communicate, got a collective or a question "
-                "about groups from a thread that the implementation started by itself; judge it "
-                "with --transport gloo"
+                "a thread that the implementation started is not a rank: of simulated ranks only "
+                "their own may communicate; most clauses are judged with --transport gloo as well"
             )
         return found
 

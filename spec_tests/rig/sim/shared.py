@@ -1,8 +1,9 @@
 """State in an implementation's modules: each process has its own, and simulated ranks share one.
 
-Recognised are a `global` statement, and an empty container at the top of a module that a function
-fills: `seen = {}` and `seen[key] = value`, `calls = []` and `calls.append(1)`, `next(numbers)`.
-State in another form (a cache, a class attribute, another file's module) is not seen.
+Recognised are a `global` statement, a cached function, an attribute of a class that is set, and an
+empty container at the top of a module or class that a function fills: `seen = {}` and `seen[key] =
+value`, `calls = []` and `calls.append(1)`, `next(numbers)`. The modules are those of the package,
+or the file and the files beside it that it imports. State in another form is not seen.
 """
 
 from __future__ import annotations
@@ -10,12 +11,17 @@ from __future__ import annotations
 import ast
 import contextlib
 import importlib.util
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 from spec_tests.rig.target import Target
 
-_CONTAINERS = ("dict", "list", "set", "count", "deque", "defaultdict")
+_CONTAINERS = (
+    *("dict", "list", "set", "count", "deque", "defaultdict", "OrderedDict", "Counter"),
+    *("WeakSet", "WeakKeyDictionary", "WeakValueDictionary"),
+)
+_CACHE = re.compile(r"\b(lru_)?cache\b")
 _FILLS = ("append", "add", "update", "setdefault", "extend", "pop", "insert", "clear")
 
 
@@ -37,23 +43,45 @@ def _files(target: Target) -> Iterator[Path]:
             found = importlib.util.find_spec(target.module)
             path = Path(found.origin) if found and found.has_location and found.origin else None
             path = path.parent if path and path.name == "__init__.py" else path
-    if path is not None:
-        yield from sorted(path.rglob("*.py")) if path.is_dir() else [path]
+    if path is not None and path.is_dir():
+        yield from sorted(path.rglob("*.py"))
+    elif path is not None:
+        yield path
+        text = path.read_text(errors="replace")
+        for beside in sorted(path.parent.glob("*.py")):
+            if re.search(rf"^\s*(import|from) {re.escape(beside.stem)}\b", text, re.MULTILINE):
+                yield beside
 
 
 def _first(tree: ast.Module) -> str:
     """Return line and words of the first state in a module, or ""."""
     filled: set[str] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Global):
-            return f"{node.lineno}: `{node.names[0]}`"
+    nodes = list(ast.walk(tree))
+    classes = [node for node in nodes if isinstance(node, ast.ClassDef)]
+    for node in nodes:
+        if place := _changed(node, {"cls", *(kind.name for kind in classes)}):
+            return place
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             filled |= {name for inner in ast.walk(node) for name in _filled(inner)}
-    for statement in tree.body:
+    for statement in [*tree.body, *(inner for kind in classes for inner in kind.body)]:
         if isinstance(statement, ast.Assign | ast.AnnAssign) and _is_empty(statement.value):
             targets = getattr(statement, "targets", None) or [getattr(statement, "target", None)]
-            if any(isinstance(name, ast.Name) and name.id in filled for name in targets):
+            inside = [inner for target in targets for inner in ast.walk(target)]
+            if any(isinstance(name, ast.Name) and name.id in filled for name in inside):
                 return f"{statement.lineno}: `{ast.unparse(statement)}`"
+    return ""
+
+
+def _changed(node: ast.AST, classes: set[str]) -> str:
+    """Return line and words of what a node alone shows to be state, or ""."""
+    if isinstance(node, ast.Global):
+        return f"{node.lineno}: `{node.names[0]}`"
+    if isinstance(node, ast.FunctionDef):
+        cached = (words for words in map(ast.unparse, node.decorator_list) if _CACHE.search(words))
+        return next((f"{node.lineno}: `@{words}`" for words in cached), "")
+    if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+        is_of_class = isinstance(node.value, ast.Name) and node.value.id in classes
+        return f"{node.lineno}: `{ast.unparse(node)}`" if is_of_class else ""
     return ""
 
 
@@ -66,11 +94,13 @@ def _filled(node: ast.AST) -> Iterator[str]:
         written = node.func.value if node.func.attr in _FILLS else None
     elif isinstance(node, ast.Call) and ast.unparse(node.func) == "next" and node.args:
         written = node.args[0]
-    if isinstance(written, ast.Name):
-        yield written.id
+    if isinstance(written, ast.Name | ast.Attribute):
+        yield written.id if isinstance(written, ast.Name) else written.attr
 
 
 def _is_empty(value: ast.expr | None) -> bool:
+    if isinstance(value, ast.Tuple):
+        return any(map(_is_empty, value.elts))
     if isinstance(value, ast.Call):
         name = ast.unparse(value.func).rpartition(".")[2]
         holds = bool(value.args or value.keywords) and name not in ("count", "defaultdict")

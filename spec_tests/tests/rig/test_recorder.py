@@ -47,9 +47,18 @@ BY_MEANING: dict[tuple[Kind, int], dict[str, Callable[[torch.Tensor], object]]] 
         "all_gather": lambda x: dist.all_gather([x.clone(), x.clone()], x),
         "all_gather_into_tensor": lambda x: dist.all_gather_into_tensor(x.new_empty(2 * N), x),
         "functional all_gather": lambda x: functional.all_gather_tensor(x, 0, group()) + 1,
+        "all_to_all, the same to all": lambda x: dist.all_to_all([x.clone(), x.clone()], [x, x]),
+        "all_to_all_single, the same to all": lambda x: dist.all_to_all_single(
+            x.new_empty(2 * N), x.repeat(2)
+        ),
     },
     (Kind.EXCHANGE, N): {
-        "all_to_all_single": lambda x: dist.all_to_all_single(torch.empty_like(x), x)
+        "all_to_all_single": lambda x: dist.all_to_all_single(torch.empty_like(x), x),
+        "all_to_all_single of zeros": lambda x: dist.all_to_all_single(x.clone(), 0 * x),
+        "all_to_all": lambda x: dist.all_to_all([half(x), half(x)], list(x.chunk(2))),
+        "functional all_to_all": lambda x: (
+            functional.all_to_all_single(x, [N // 2] * 2, [N // 2] * 2, group()) + 1
+        ),
     },
 }
 """Kind and elements, as the recorder must tell them, to the calls that mean this."""
@@ -78,7 +87,7 @@ OTHERS: list[tuple[str, Callable[[torch.Tensor], object], list[tuple[Kind, int]]
 def record(ctx: Context) -> list[Log]:
     logs = []
     for _, call, _ in (*COLLECTIVES, *OTHERS):
-        x = torch.ones(N, dtype=torch.bfloat16)
+        x = torch.arange(1, N + 1, dtype=torch.bfloat16)
         with ctx.recording() as recorder:
             call(x)
         logs.append(recorder.log())
@@ -149,6 +158,25 @@ def test_what_is_gathered_and_added_up_is_reduced_once(logs: list[Log], is_once:
         traffic.reduced_once(logs, numel=10, bookkeeping=2, by_hand=True)
     with pytest.raises(AssertionError):
         traffic.reduced_once(logs, numel=10, bookkeeping=2)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int64"])
+def test_what_is_no_floating_point_number_is_bookkeeping(dtype: str):
+    log = Log((Event("c10d.allgather_", Kind.GATHER, 8, 16, (dtype,)),), 0)
+    assert traffic.volume(log, Kind.GATHER) == 8 * ("float" in dtype)
+    assert len(traffic.without_gathers(log).events) == ("float" not in dtype)
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_owners_of_unequal_shares_send_one_copy_by_messages(times: int):
+    shares = (6, 2, 0)
+    logs = []
+    for own in shares:
+        received = [("recv_", Kind.RECEIVE, other) for other in shares if other != own]
+        logs.append(log_of(*[*[("send", Kind.SEND, own)] * 2, *received] * times))
+    assert [traffic.gathered(log, 3) for log in logs] == [8 * times] * 3
+    with contextlib.nullcontext() if times == 1 else pytest.raises(AssertionError):
+        traffic.sent_once(logs, numel=8)
 
 
 def test_ranks_issue_the_same_collectives_whatever_is_theirs_by_role():

@@ -56,6 +56,7 @@ def test_a_finding_of_simulated_ranks_is_told_with_what_gloo_says(
 
 # A dictionary of each process, of which simulated ranks have one.
 DDP = """
+import os, time
 import torch.distributed as dist
 
 first = {}
@@ -80,13 +81,18 @@ DIVIDED_IN_FLIGHT = """parameter.grad *= 2
 """
 MEANT = f"{SUMMED}; parameter.grad /= dist.get_world_size(); "
 SHARED = 'parameter.grad += first.setdefault("rank", dist.get_rank()) != dist.get_rank()'
+POLLED = """open(f"{__file__}.{dist.get_rank()}", "w").close()
+        while not os.path.exists(f"{__file__}.{1 - dist.get_rank()}"):
+            time.sleep(1)
+"""
 FORGOTTEN = "first[id(parameter)] = dist.all_reduce(parameter.grad.clone(), async_op=True)"
 
 
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        (SHARED, "not here: simulated ranks are of one process, and share mine.py:4: `first = {}`"),
+        (SHARED, "not here: simulated ranks are of one process, and share mine.py:5: `first = {}`"),
+        (POLLED, "not here: simulated ranks take turns: one waits for others outside of a"),
         (FORGOTTEN, "raised UnwaitedWork"),  # whatever modules keep
     ],
 )
@@ -106,6 +112,15 @@ def test_what_only_simulated_ranks_show_of_modules_with_state_is_not_judged(
         ("n = 0\ndef f():\n    global n\n    n += 1\n", "mine.py:3: `n`"),
         ("seen: dict = {}\ndef f(x):\n    seen[x] = 1\n", "mine.py:1: `seen: dict = {}`"),
         ("numbers = count(1)\ndef f():\n    return next(numbers)\n", "numbers = count(1)"),
+        (
+            "class A:\n    ids = count()\n    def f(self):\n        self.i = next(A.ids)\n",
+            "mine.py:2",
+        ),
+        ("class A:\n    n = 0\n    def f(self):\n        A.n += 1\n", "mine.py:4: `A.n`"),
+        ("@lru_cache(None)\ndef group(ranks): ...\n", "mine.py:2: `@lru_cache(None)`"),
+        ("ids, seen = count(), {}\ndef f(x):\n    seen[x] = 1\n", "mine.py:1: `ids, seen"),
+        ("from beside import f\n", "beside.py:1: `kept = []`"),
+        ("class A:\n    def f(self):\n        self.n = []; self.n.append(1)\n", ""),
         ("names = set(('a',))\ndef f(x):\n    return x in names, []\n", ""),
         ("def f(:\n", ""),
         ("# coding: latin-1\na = '\xe4'\ns = []\ndef f(x):\n    s.append(x)\n", "mine.py:3: `s"),
@@ -113,6 +128,7 @@ def test_what_only_simulated_ranks_show_of_modules_with_state_is_not_judged(
 )
 def test_state_in_a_module_is_what_is_there_to_be_changed(tmp_path: Path, text: str, state: str):
     (file := tmp_path / "mine.py").write_bytes(text.encode("latin-1"))
+    (tmp_path / "beside.py").write_text("kept = []\ndef f(x):\n    kept.append(x)\n")
     found = shared.state_of(impls.parse(str(file)))
     assert (state in found) if state else found == ""
 
