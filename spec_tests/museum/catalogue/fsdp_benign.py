@@ -64,7 +64,10 @@ FSDP.benign(
     "@ spec_tests.plain.fully_shard",
     "  if self.is_root and self.run.is_callback_queued:",
     '+     raise RuntimeError("the last backward was interrupted: build the model anew")',
-    does="An error for a tie and after an interrupted backward, and reductions by all-to-all.",
+    "...",
+    "  def set_modules_to_forward_prefetch(self, modules: list[Any]) -> None:",
+    '+     raise ValueError("expected no hint: units are gathered in the last order")',
+    does="An error for a tie, a hint and after an interrupted backward; reductions by all-to-all.",
 )
 
 
