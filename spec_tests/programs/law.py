@@ -246,14 +246,14 @@ def judge_values(ranks: Sequence[Any], subject: str, situation: str) -> None:
     calls = world_of()[0]
     gradient = "mean gradient" + " of its group" * bool(scene["group"])
     for number, (call, _) in enumerate(calls):
-        shown = SHOWS.get(call.split()[0], gradient)
+        turned = Hint(TURNED, partial(_turned, partial(at, number)))
         place = f" at call {number + 1}, {call}" if calls[1:] else ""
         judge.tensors(
             [comparable(rank[number][1]) for rank in ranks],
             at(number),
             within=CLIPPED if call.startswith("clip") else within,
-            quantity=shown + place,
-            hints=[Hint(TURNED, partial(_turned, partial(at, number)))] * shown.startswith("weight")
+            quantity=SHOWS.get(call.split()[0], gradient) + place,
+            hints=[turned] * call.startswith(("step", "load"))
             + [
                 Hint(fault.means, partial(at, number, name))
                 for name, fault in FAULTS.items()
