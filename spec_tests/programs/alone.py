@@ -104,8 +104,6 @@ class Alone(Training):
         batch = self.toy.batch(SEED, rank=rank, micro=int(micro))
         flags = flags_of(self.scene, rank, micro)
         forward = partial(torch.func.functional_call, self.module, weights, (batch, *flags))
-        if self.fault.counts is None:
-            return forward()
         return forward_that_counts(forward, weights.values(), self.fault.counts)
 
     def _gathered(self) -> dict[str, torch.Tensor]:

@@ -39,7 +39,7 @@ LOOKS = ("sent", "afterwards", "form")
 """The observers, see `look`."""
 SENT = {"sent", "silent"}
 """Observers of what calls send: how much, which `production` bounds, or only whether they may."""
-TURNED = "an update or a write was left out or came twice: each turns the sign"
+TURNED = "an update, a write or a load was left out or came twice: each turns the sign"
 RATIOS = ("summed", "divided-twice")
 """Faults that are known by the ratio of what is seen to what is right."""
 EXACT = ("sgd", "momentum", "counts-steps", "counts-later")
@@ -246,13 +246,14 @@ def judge_values(ranks: Sequence[Any], subject: str, situation: str) -> None:
     calls = world_of()[0]
     gradient = "mean gradient" + " of its group" * bool(scene["group"])
     for number, (call, _) in enumerate(calls):
+        turned = Hint(TURNED, partial(_turned, partial(at, number)))
         place = f" at call {number + 1}, {call}" if calls[1:] else ""
         judge.tensors(
             [comparable(rank[number][1]) for rank in ranks],
             at(number),
             within=CLIPPED if call.startswith("clip") else within,
             quantity=SHOWS.get(call.split()[0], gradient) + place,
-            hints=[Hint(TURNED, partial(_turned, partial(at, number)))] * call.startswith("step")
+            hints=[turned] * call.startswith(("step", "load"))
             + [
                 Hint(fault.means, partial(at, number, name))
                 for name, fault in FAULTS.items()

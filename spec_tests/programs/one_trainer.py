@@ -130,6 +130,8 @@ class OneProcess:
         self.size, self.position, self.declares, self.fault = size, position, declares, fault
         self.accumulation, self.max_norm = scene["micro-batches"], scene["clipping"]
         self.module = module_of(scene, plus=plus + position * (fault == "own-start"))
+        starts = range(size) if fault == "own-start" else ()
+        self.starts = [module_of(scene, plus=plus + n) for n in starts]
         if fault == "frozen-trains":
             self.module.requires_grad_(True)
         if fault == "untied":
@@ -149,8 +151,8 @@ class OneProcess:
         if self.fault != "never-clears":
             self.optimizer.zero_grad()
         losses = []
-        for batch in self._counted(micro_batches):
-            losses.append(loss(self.module, batch))
+        for number, batch in enumerate(self._counted(micro_batches)):
+            losses.append(loss(self._model_of(number * self.size // len(micro_batches)), batch))
             (losses[-1] * self._scale(len(micro_batches))).backward()  # type: ignore[no-untyped-call]  # torch's
             self._clip("clips-each")
         self._fill()
@@ -158,6 +160,14 @@ class OneProcess:
         if self.fault != "never-updates":
             self.optimizer.step()
         return torch.stack(losses).detach().mean()
+
+    def _model_of(self, rank: int) -> Any:
+        """Return the model of a rank, which differs from this one as it did at the start."""
+        if not self.starts:
+            return self.module
+        own, other = (dict(self.starts[n].named_parameters()) for n in (self.position, rank))
+        weights = {n: p + (other[n] - own[n]).detach() for n, p in self.module.named_parameters()}
+        return lambda *given: torch.func.functional_call(self.module, weights, given)
 
     def _counted(self, batches: Sequence[Any]) -> Sequence[Any]:
         each = len(batches) // self.size

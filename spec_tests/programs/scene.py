@@ -218,7 +218,7 @@ AXES: Mapping[str, Mapping[str, Word]] = {
         "compiled-whole": Word(level="production", toys=COMPILED),
     },
     # Each unit names the next, in forward and in backward, as to be gathered ahead.
-    "hints": {"unhinted": Word(), "hinted": Word(toys=(*ALL_USED, "ladder"))},
+    "hints": {"unhinted": Word(), "hinted": Word(toys=(*ALL_USED, "ladder"), refusable=SHARDS)},
     "mode": {"training": Word(True), "evaluating": Word(False)},
     # A training forward adds the buffer to its output, and then changes it by the batch.
     "buffers": {

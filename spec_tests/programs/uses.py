@@ -11,13 +11,15 @@ from torch.overrides import TorchFunctionMode
 
 
 def forward_that_counts(
-    forward: Callable[[], Tensor], weights: Iterable[Tensor], use: int
+    forward: Callable[[], Tensor], weights: Iterable[Tensor], use: int | None
 ) -> Tensor:
     """Return the output of a forward in which all uses of each weight but one are detached.
 
     Args:
-        use: 0 for the first use of each, -1 for the last.
+        use: 0 for the first use of each, -1 for the last; None detaches nothing.
     """
+    if use is None:
+        return forward()
     known = list(weights)
     with _Uses(known) as every:
         forward()

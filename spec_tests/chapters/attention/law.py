@@ -219,14 +219,16 @@ def takes_causal(world: World, subject: str) -> bool:
 
 @tried
 def offers(world: World, subject: str, *names: str) -> bool:
-    """False where what is named raises NotImplementedError in the exercise's sizes."""
-    try:
-        bodies.observe(world, subject, bodies.answers, AS_THE_EXERCISE, names, same)
-    except NotOffered:
-        return False
-    except FAILURES:
-        pass
-    return True
+    """False where what is named is NotImplementedError in the exercise's sizes, causal or not."""
+    for problem in (AS_THE_EXERCISE, AS_THE_EXERCISE.but(causal=True)):
+        try:
+            bodies.observe(world, subject, bodies.answers, problem, names, same)
+        except NotOffered:
+            continue
+        except FAILURES:
+            pass
+        return True
+    return False
 
 
 def offered(world: World, subject: str, names: Sequence[str]) -> tuple[str, ...]:

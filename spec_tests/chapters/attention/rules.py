@@ -299,10 +299,12 @@ def _looks_like(name: str, seen: torch.Tensor, problem: Problem) -> str:
 
 def _narrow(name: str, seen: torch.Tensor, problem: Problem) -> str:
     """What it means if the error is mostly that of narrow scores and sums, for a usual tile."""
-    is_narrow = problem.torch_dtype in (torch.float16, torch.bfloat16)
+    ref = reference(problem)[name]
+    error, is_narrow = _norm(seen.double() - ref), seen.dtype in (torch.float16, torch.bfloat16)
+    if seen.dtype == torch.float64 and error <= 32 * UNIT[torch.float32] * _norm(ref):
+        return "scores, maxima or sums are rounded to float32: keep all of them in float64"
     if name != "O" or not is_narrow or problem.seq_q * problem.num_keys > MOST_SCORES:
         return ""
-    error = _norm(seen.double() - reference(problem)[name])
     tiles = (narrow(problem, tile).double() for tile in (16, 32, 64, 128))
     if not any(2 * _norm(seen.double() - tile) < error for tile in tiles):
         return ""

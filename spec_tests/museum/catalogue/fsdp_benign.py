@@ -71,7 +71,10 @@ FSDP.benign(
     "...",
     "- def unshard(self, async_op: bool = False) -> Any:",
     "+ def unshard(self, async_op: bool = False, /) -> Any:",
-    does="Errors for a tie and after an interrupted backward; sends by all-to-all alone.",
+    "...",
+    "  def set_modules_to_forward_prefetch(self, modules: list[Any]) -> None:",
+    '+     raise ValueError("expected no hint: units are gathered in the last order")',
+    does="Errors for a tie, a hint, after an interrupted backward; sends by all-to-all alone.",
 )
 
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from spec_tests.programs.faults import FAULTS
+from spec_tests.programs.uses import forward_that_counts
 from spec_tests.rig import judge
 from spec_tests.rig.judge import oracle
 from spec_tests.rig.judge.symptoms import Hint
@@ -33,14 +35,19 @@ def trained_weights(
     __tracebackhide__ = True
     size = len(observed)
 
-    def by(factor: float) -> oracle.Named:  # as with gradients that are so many times the mean
+    def by(factor: float = 1.0, use: int | None = None, is_untied: bool = False) -> oracle.Named:
+        """Return the weights of training by so many times the mean, by one use of each weight."""
         module = TOYS[toy].build(seed)
+        for part in module.modules() if is_untied else ():
+            for name, p in part.named_parameters(recurse=False):
+                setattr(part, name, torch.nn.Parameter(p.detach().clone()))
         options: Any = {"lr": factor * lr, "momentum": 0.9, "weight_decay": weight_decay / factor}
         optimizer = torch.optim.SGD(module.parameters(), **options)
         for step in range(steps):
             optimizer.zero_grad()
             for rank in range(size):
-                sum_of_squares(module(TOYS[toy].batch(seed, rank=rank, micro=step))).backward()
+                forward = functools.partial(module, TOYS[toy].batch(seed, rank=rank, micro=step))
+                sum_of_squares(forward_that_counts(forward, module.parameters(), use)).backward()
             optimizer.step()
         return {name: p.detach() for name, p in module.named_parameters()}
 
@@ -51,12 +58,18 @@ def trained_weights(
     wrong |= {f"divided by 2, and the group has {size}": size / 2} if size > 2 else {}
     judge.tensors(
         observed,
-        by(1.0),
+        by(),
         quantity="weight after training",
         within=within,
         hints=[
             Hint("the weights did not move", oracle.parameters(toy, seed)),
             *[Hint(means, functools.partial(by, factor)) for means, factor in wrong.items()],
+            *[
+                Hint(fault.means, functools.partial(by, use=fault.counts))
+                for fault in FAULTS.values()
+                if fault.counts is not None
+            ],
+            Hint("a tied weight became two weights", functools.partial(by, is_untied=True)),
         ],
         given=f"toy {toy!r}, seed {seed}, {steps} steps of SGD with momentum",
     )

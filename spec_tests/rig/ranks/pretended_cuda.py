@@ -109,7 +109,7 @@ def _stand_in_for_torch_cuda() -> None:
 
 _TRUE = {name: vars(torch._C.TensorBase)[name] for name in ("device", "is_cuda", "is_cpu")}
 _TO, _CPU_COPY, _GET_DEVICE = torch.Tensor.to, torch.Tensor.cpu, torch.Tensor.get_device
-_PLACED = _on_cpu(_TO)
+_PLACED, _TYPE = _on_cpu(_TO), torch.Tensor.type
 
 
 def _pretends(tensor: Any) -> bool:
@@ -136,6 +136,13 @@ class _Tensor:
 
     def get_device(self: Any) -> int:
         return device_index() if _pretends(self) else _GET_DEVICE(self)
+
+    def type(self: Any, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if dtype is None:
+            said = _TYPE(self)
+            return said.replace("torch.", "torch.cuda.") if _pretends(self) else said
+        true = dtype.replace(".cuda", "") if isinstance(dtype, str) else dtype
+        return _TYPE(self, getattr(true, "_true", true), *args, **kwargs)
 
     def to(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         wanted = kwargs.get("device", args[0] if args else None)
@@ -181,7 +188,10 @@ def _stand_in_for_devices() -> None:
     ):
         setattr(holder, name, _on_cpu(getattr(holder, name)))
     _stand_in_for_autocast()
-    torch.Generator = _GeneratorKind("Generator", (), {})  # type: ignore[misc,assignment]  # here
+    torch.Generator = _Kind("Generator", (), {"_true": torch.Generator})  # type: ignore[misc,assignment]  # here
+    for name in dir(torch.cuda):
+        if name.endswith("Tensor"):  # torch.cuda.FloatTensor([1.0])
+            setattr(torch.cuda, name, _Kind(name, (), {"_true": getattr(torch, name)}))
 
     to = nn.Module.to
 
@@ -208,13 +218,13 @@ def _pretended_type(device_type: str, is_foreign: bool) -> str:
     return "cuda" if is_foreign and device_type == "cpu" else device_type
 
 
-class _GeneratorKind(type):
-    """torch.Generator, for a class of C cannot be told to make another device's."""
+class _Kind(type):
+    """A class of C that makes a GPU's objects, for which the CPU's stands."""
 
-    _true = torch.Generator
+    _true: Any
 
-    def __call__(cls, device: Any = "cpu") -> torch.Generator:
-        return cls._true(_here(device))
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        return cls._true(*map(_here, args), **{name: _here(v) for name, v in kwargs.items()})
 
     def __instancecheck__(cls, instance: object) -> bool:
         return isinstance(instance, cls._true)

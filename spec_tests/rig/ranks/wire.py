@@ -55,9 +55,10 @@ def _rebuild_tensor(array: np.ndarray[Any, Any], dtype: torch.dtype) -> torch.Te
 
 
 def _reduce_tensor(tensor: torch.Tensor) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...]]:
-    if type(tensor).__name__ == "DTensor":
+    if hasattr(tensor, "to_local"):
         raise TypeError(
-            f"expected a plain tensor, got a DTensor of shape {tuple(tensor.shape)}: return "
+            f"expected a plain tensor, got a {type(tensor).__name__} of shape "
+            f"{tuple(tensor.shape)}: return "
             "tensor.full_tensor() where the whole is meant, tensor.to_local() for this rank's part"
         )
     plain = tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous()

@@ -1,7 +1,7 @@
 """Where the simulated world hooks into torch, once per process, and whether it can.
 
-1. `distributed_c10d._world`, which holds the groups of a process, becomes one per rank's thread;
-   C++'s registry of groups has a mode for that.
+1. `distributed_c10d._world`, which holds the groups of a process, becomes one per rank's thread,
+   and so do the dicts beside it; C++'s registry of groups has a mode for that.
 2. A group that asks for gloo gets torch's fake backend; the group itself is a real one.
 3. The CPU kernels of the `c10d` operators become those of `kernels`.
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import threading
 import warnings
+from collections import UserDict
 from collections.abc import Callable
 from typing import Any
 
@@ -79,6 +80,18 @@ class _Worlds(threading.local):
         self.comms: list[Any] = []
 
 
+class _OfTheRank(UserDict[Any, Any]):
+    """Stands for a dict of the module beside `_world`, such as `_pg_group_ranks`."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    @property
+    def data(self) -> dict[Any, Any]:  # type: ignore[override]  # UserDict's is an attribute
+        found: dict[Any, Any] = getattr(c10d._world, self._name)
+        return found
+
+
 class _FakeMeta(type):
     def __instancecheck__(cls, instance: object) -> bool:
         return isinstance(instance, _c10d.FakeProcessGroup)
@@ -90,6 +103,8 @@ _KEPT: list[object] = []  # the kernels live as long as their library
 def install(baton: Callable[[], Baton], now: Callable[[], Collectives]) -> None:
     """Hook in, where `needs` is empty."""
     c10d._world = _Worlds(baton)  # type: ignore[assignment]  # stands for it
+    for name in ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag"):
+        setattr(c10d, f"_{name}", _OfTheRank(name))
     _c10d._set_thread_isolation_mode(True)
     _stand_in_for_gloo(now)
     library, kernels = torch.library.Library("c10d", "IMPL"), Kernels(now)

@@ -133,6 +133,10 @@ def test_narrow_sums_are_named_where_their_error_is_seen(tile: int):
     seen = narrow(problem, tile) if tile else right + (narrow(problem, 16) - right).flip(-1)
     ((_, looks_like, _),) = rules.faults({"O": seen.bfloat16()}, problem, names=["O"], tf32=False)
     assert looks_like.startswith("scores, maxima or sums are rounded to bfloat16") == bool(tile)
+    wide = RAGGED.but(dtype="float64")
+    seen = reference(wide)["O"].float().double()
+    ((_, looks_like, _),) = rules.faults({"O": seen}, wide, names=["O"], tf32=False)
+    assert looks_like.startswith("scores, maxima or sums are rounded to float32")
 
 
 def test_gradients_of_pytorchs_own_kernel_are_within_the_rules():

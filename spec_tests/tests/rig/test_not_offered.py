@@ -156,6 +156,14 @@ def test_attention_that_returns_no_log_sum_exp_is_judged_in_all_else(worlds: Wor
     assert found.outcome is Outcome.FAILED, found.message
 
 
+def test_attention_that_is_always_causal_is_judged_with_its_gradients(worlds: Worlds, mine):
+    # It was said that its backward is left open, for a call without a mask is not offered.
+    which = mine(WITHOUT_LSE.format(keys="k").replace("return_lse:", "return_lse or not causal:"))
+    case = {"subject": "flash_attention", "part": "backward"}
+    found = judged(which, worlds, "attention.causal.equal-lengths", case)
+    assert found.outcome is Outcome.PASSED, found.message
+
+
 # Right code whose object lacks every method that it may lack.
 LACKING = """
 from spec_tests.plain import *

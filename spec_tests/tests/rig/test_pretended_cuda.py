@@ -49,6 +49,8 @@ HABITS = {
     "moves by name": "module.to('cuda:0', non_blocking=True)",
     "moves by number": "module.to(dist.get_rank())",
     "allocates": "torch.empty_like(weight, device='cuda') + torch.zeros((), device='cuda:0')",
+    "types": "assert isinstance(weight, torch.cuda.FloatTensor) and weight.type() == "
+    "torch.cuda.IntTensor([3]).type('torch.cuda.FloatTensor').type() == 'torch.cuda.FloatTensor'",
     "a generator": "torch.rand(2, generator=torch.Generator('cuda').manual_seed(1), device='cuda')",
     "pins": "weight.detach().pin_memory().to('cuda', non_blocking=True)",
     "a stream": "torch.cuda.current_stream().wait_stream(torch.cuda.Stream())",

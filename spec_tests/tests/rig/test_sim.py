@@ -146,7 +146,9 @@ def private(ctx: Context) -> tuple[object, ...]:
     torch.set_default_dtype(torch.float64 if ctx.rank else torch.float32)
     ctx.barrier()
     drawn = (float(torch.rand(())), random.random(), float(np.random.rand()))
-    return os.environ["MINE"], os.environ["RANK"], torch.get_default_dtype(), drawn
+    c10d = dist.distributed_c10d
+    groups = [*c10d._pg_group_ranks[c10d._get_default_group()].items()]
+    return os.environ["MINE"], os.environ["RANK"], torch.get_default_dtype(), drawn, groups
 
 
 def test_numbers_and_environment_belong_to_a_rank(worlds: Worlds):
