@@ -301,8 +301,8 @@ def _call_before(hook: Callable[..., None], output: torch.Tensor, first_node: in
     Where a view is written to later, the graph keeps the node of its base alone. So that node is
     watched, if the forward has made it: its nodes are numbered from `first_node` on.
     """
-    is_hidden = torch._C._are_functorch_transforms_active()
-    node = output._base.grad_fn if output._is_view() and not is_hidden else None
+    base = None if torch._C._are_functorch_transforms_active() else output._base
+    node = None if base is None else base.grad_fn
     if node is not None and node._sequence_nr() >= first_node:
         node.register_prehook(hook)
     else:
