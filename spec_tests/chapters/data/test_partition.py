@@ -226,7 +226,7 @@ def test_the_same_global_batches_at_every_world_size(world, subject, layout):
 
 
 def in_order(ctx, layout, *orders, is_one_name=False):
-    """A pass over the files of each list of numbers; of one name, each is in a folder of its own."""
+    """A pass over the files of each list of numbers; files of one name are in several folders."""
     with files_of(ctx, layout.lengths) as paths:
         for number, path in enumerate(paths if is_one_name else []):
             folder = path.with_suffix("")
