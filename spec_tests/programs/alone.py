@@ -185,6 +185,8 @@ class Alone(Training):
         finally:
             self.is_local = before
 
+    amid = Training.backward
+
     def beside(self, micro: str) -> Gradients:
         other = Alone(Scene.of("even"), self.size, self.rank, self.fault, self.is_replicated)
         found = other.backward(micro)

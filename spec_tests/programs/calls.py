@@ -167,6 +167,7 @@ VERBS: dict[str, Verb] = {
         then=_WAITS, of=WHOLE, level="production", refusable=WHOLE, reduces=0, records=False
     ),
     "beside": _BACKWARD(then=_adds(1), often=0),
+    "amid": _BACKWARD(then=_adds(1), of=REPLICAS + SHARDS, often=0, reduces=1),
     "prepared": _BACKWARD(takes=_TWO, then=_adds(2, is_open=True), of=REPLICAS, often=0, reduces=0),
     "nested": _BACKWARD(
         takes=_TWO,

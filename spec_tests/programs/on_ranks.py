@@ -207,6 +207,10 @@ class OnRank(Training):
         self.finish_backward()
         return self.gradients() | {f"other {n}": g for n, g in other.gradients().items()}
 
+    def amid(self, micro: str) -> Gradients:
+        with type(self)(self.ctx, self.subject, "even").quietly():
+            return self.backward(micro)
+
     def local(self) -> Gradients:
         return self.gradients()
 

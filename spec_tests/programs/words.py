@@ -45,6 +45,7 @@ WORDS: dict[str, dict[str, tuple[tuple[str, ...], str]]] = {
 MEANS = {
     "accumulate N": "forward and backward without a reduction: the gradients stay on this rank",
     "add_group": "the optimizer gets two parameters more, in a group of their own",
+    "amid N": "forward and reduced backward of micro-batch N, while another model reduces nothing",
     "another_lives": "another model is wrapped, trained for a step and dropped",
     "another_steps RANK": "this rank alone trains a model of its own",
     "aside N": "an evaluation, then forward and backward, inside one `no_sync`",

@@ -152,13 +152,13 @@ def test_a_transform_is_right_or_refused(world, subject, transform):
     judge_if_any(seen, wanted, what, "tangents are dropped where the operator calls its kernel")
 
 
-def side_by_side(ctx, subject, problem, way):
+def side_by_side(ctx, subject, problems, way):
     """The gradients of two calls, both forwards before both backwards; or made again for each."""
-    both = [inputs(problem.but(seed=seed)).to(ctx.device) for seed in (0, 1)]
-    attend = attending(ctx, subject, problem)
+    both = [inputs(problem).to(ctx.device) for problem in problems]
+    calls = [attending(ctx, subject, problem) for problem in problems]
     if way == "checkpointed":
-        attend = partial(checkpoint, attend, use_reentrant=False)
-    outs = [attend(x.q, x.k, x.v) for x in both]
+        calls = [partial(checkpoint, attend, use_reentrant=False) for attend in calls]
+    outs = [attend(x.q, x.k, x.v) for attend, x in zip(calls, both, strict=True)]
     return [bodies.differentiated(out, x) for out, x in zip(outs, both, strict=True)]
 
 
@@ -166,17 +166,18 @@ def side_by_side(ctx, subject, problem, way):
     "attention.autograd.calls-are-independent",
     source="contract: own-results; every model of two layers; torch.utils.checkpoint",
 )
-@pytest.mark.parametrize("way", ["interleaved", "checkpointed"])
+@pytest.mark.parametrize("way", ["interleaved", "checkpointed", "causal-first"])
 def test_two_calls_do_not_disturb_each_other(world, subject, way):
     """Gradients of a call MUST be its own, even if a second call precedes its backward.
 
     With activation checkpointing each forward runs once more, within the backward.
     """
     problem = law.fitting(world, subject, Problem(seq_q=40))
-    seen = observe(world, subject, side_by_side, problem, way)
+    problems = [problem.but(causal=way == "causal-first"), problem.but(seed=1)]
+    seen = observe(world, subject, side_by_side, problems, way)
 
-    for seed, of_call in enumerate(seen):
-        law.close(world, subject, of_call, problem.but(seed=seed), *OUTPUT_AND_GRADIENTS)
+    for each, of_call in zip(problems, seen, strict=True):
+        law.close(world, subject, of_call, each, *OUTPUT_AND_GRADIENTS)
 
 
 def changed(ctx, subject, problem, name):

@@ -176,9 +176,10 @@ def test_what_lies_around_the_tensors_does_not_matter(world, subject, around):
 
 
 def kept(ctx, subject, problem):
-    """The inputs after forward and backward."""
+    """The inputs after forward and backward, and a forward without gradients."""
     x = inputs(problem).to(ctx.device)
     bodies.answer(ctx, subject, problem, x, GRADIENTS)
+    bodies.answer(ctx, subject, problem, x, ("O",))
     return {"q": x.q, "k": x.k, "v": x.v, "dO": x.do}
 
 

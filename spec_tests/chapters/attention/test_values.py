@@ -117,7 +117,7 @@ test_forward_large_logits = outputs(
 test_forward_scale = outputs(
     "attention.forward.scale",
     "Any scale MUST be honoured: zero is the mean of v, and negative ones turn the order round.",
-    law.varied(RAGGED, scale=(0.0, 0.3, -0.3, 1.0))
+    law.varied(RAGGED, scale=(0.0, 0.3, -0.3, 1.0, 2))
     | law.varied(RAGGED.but(causal=True), scale={"causal-zero": 0.0, "causal-negative": -0.3}),
     source="contract: scale; the Triton tutorial multiplies the maximum by it",
 )

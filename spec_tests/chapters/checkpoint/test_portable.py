@@ -177,6 +177,9 @@ def test_a_save_loads_at_any_other_world_size(world, other):
     judge.equal(steps, 2, quantity="step")
 
 
+MOVED = "elsewhere [1]"  # letters that have a meaning in a pattern
+
+
 def from_elsewhere(ctx, directory, how):
     """Saved with a relative path, loaded from another working directory or another place."""
     base = Path(directory).parent
@@ -191,10 +194,10 @@ def from_elsewhere(ctx, directory, how):
     os.chdir(base / "here" / "deeper")
     ctx.barrier()
     if how == "moved" and ctx.rank == 0:
-        shutil.move(place, base / "elsewhere")
+        shutil.move(place, base / MOVED)
     ctx.barrier()
     fresh = Trainee(ctx, seed=8)
-    reading = fresh.read(str(base / "elsewhere") if how == "moved" else "../checkpoints")
+    reading = fresh.read(str(base / MOVED) if how == "moved" else "../checkpoints")
     os.chdir("/")
     return saved, reading["state"], reading["error"]
 

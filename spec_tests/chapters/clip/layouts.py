@@ -80,7 +80,8 @@ def _laid_out(tensor: torch.Tensor, how: str, mesh: DeviceMesh | None) -> torch.
     from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
     if mesh is None or how in ("plain", "none"):
-        return tensor
+        # By columns, as autograd leaves some: to flatten such a gradient is to copy it.
+        return tensor.t().contiguous().t()
     if how == "both":
         return distribute_tensor(tensor, mesh, [Shard(0), Shard(1)], src_data_rank=None)
     divided: Replicate | Shard = Replicate() if how == "replicate" else Shard(0)

@@ -225,9 +225,13 @@ def test_the_same_global_batches_at_every_world_size(world, subject, layout):
         judge.holds(batches == right, finding, given=str(layout))
 
 
-def in_order(ctx, layout, *orders):
-    """A pass over the files of each list of numbers."""
+def in_order(ctx, layout, *orders, is_one_name=False):
+    """A pass over the files of each list of numbers; files of one name are in several folders."""
     with files_of(ctx, layout.lengths) as paths:
+        for number, path in enumerate(paths if is_one_name else []):
+            folder = path.with_suffix("")
+            folder.mkdir()
+            paths[number] = path.rename(folder / "tokens.bin")
         return [whole_pass(ctx, [paths[i] for i in order], layout) for order in orders]
 
 
@@ -250,13 +254,15 @@ def test_a_shard_too_short_for_a_sequence_contributes_nothing(world, subject, po
     "data.partition.callers-order",
     source="contract: callers-order; sorted() over strings puts 10 before 9",
 )
-def test_files_are_read_in_the_callers_order(world, subject):
+@pytest.mark.parametrize("is_one_name", [False, True], ids=["names", "one-name"])
+def test_files_are_read_in_the_callers_order(world, subject, is_one_name):
     """Files MUST be read in the caller's order, whatever their names, dates or sizes."""
     layout, order = Layout((13, 29, 17, 21), sequence_length=4, batch_size=1), (2, 0, 3, 1)
-    [[batches]] = world.run(in_order, layout, order)
+    [[batches]] = world.run(in_order, layout, order, is_one_name=is_one_name)
 
-    seen = [row[0] // shards.STRIDE for inputs, _ in batches for row in inputs]
-    given = f"files given in the order {order}"
+    firsts = [token for inputs, _ in batches for row in inputs for token in row[:1]]
+    seen = [token // shards.STRIDE for token in firsts]
+    given = f"files given in the order {order}" + ", all of one name" * is_one_name
     judge.equal([[*dict.fromkeys(seen)]], [*order], quantity="order of shards", given=given)
 
 

@@ -289,7 +289,10 @@ def test_the_state_is_plain_and_small(world, subject):
     judge.holds(size <= 1000, f"expected at most 1000 bytes, got {size} as JSON")
 
 
-@clause("data.state.load-moves-a-used-loader", source="contract: resumes")
+@clause("data.state.load-moves-a-used-loader", source="contract: resumes, starts-anew")
 def test_a_loader_that_was_used_takes_a_state_as_well(world, subject):
-    """After `load_state_dict` the next `iter` MUST go on there, wherever the loader stood."""
-    goes_on(world, "take 3, state, take 6, load, take 1", None, None, 3)
+    """After `load_state_dict` the next `iter` MUST go on there, and the one after it begin anew.
+
+    Wherever the loader stood, and also if the pass that went on was left.
+    """
+    goes_on(world, "take 3, state, take 6, load, take 1, take 1", None, None, 3, 0)

@@ -143,6 +143,8 @@ def _cause(rank: int, index: int, observed: Sequence[Stream], wanted: Sequence[S
             if batch == got:
                 return f"it is batch {number} of rank {other}"
     inputs, targets = got
+    if not all(inputs):
+        return ""  # a row without tokens: read beyond the end of a file
     if inputs == targets:
         return "the targets are the inputs, not shifted"
     if [row[0] for row in inputs] == [row[0] for row in wanted[rank][index][0]]:
