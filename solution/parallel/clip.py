@@ -18,9 +18,9 @@ follow from the parameters, not from which gradients exist. NaN on one rank is N
 Cost. One pass over the gradients for the norm, one for the scaling.
 
 Paper: Pascanu et al. 2013, "On the difficulty of training recurrent neural networks". PyTorch
-counterpart: `torch.nn.utils.clip_grad_norm_`, which refuses plain tensors beside DTensors, raises
-on ranks with an empty shard for p = inf, and then returns a DTensor whose `.item()` is the largest
-of this rank alone.
+counterpart: `torch.nn.utils.clip_grad_norm_`, which refuses plain tensors beside DTensors. For
+p = inf it raises on ranks with an empty shard, and returns a DTensor whose `.item()` is this rank's
+own maximum.
 Left out: mesh dims that divide one tensor twice cost a collective each.
 """
 

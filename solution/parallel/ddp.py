@@ -36,7 +36,8 @@ kept in flat buffers, the buckets.
 
 Invariants. With buckets, after `finish_gradient_synchronization` every `.grad` is a view of its
 bucket, with the strides of its parameter. The next round writes to the same memory: clone a
-gradient to keep it.
+gradient to keep it. Without buckets a `.grad` whose memory is shared, say that of a flat buffer of
+the caller's, is replaced by a tensor of its own.
 
 Cost. With n bytes of gradients 2n(W-1)/W bytes per step and rank, in a message for each parameter
 or bucket; one broadcast more for a model that has buffers. Buckets take n bytes, plus the gradient

@@ -286,7 +286,8 @@ def is_inside_backward() -> bool:
 def _has_own_memory(gradient: torch.Tensor) -> bool:
     """Whether no other tensor shares the memory of a gradient.
 
-    Autograd takes a view as a gradient without a copy: of `a.view(4) + b.view(4)` both have one.
+    Autograd takes a view as a gradient without a copy: in `a.view(4) + b.view(4)` the gradients of
+    both are views of one tensor.
     """
     storage = gradient.untyped_storage()
     return torch._C._storage_Use_Count(storage._cdata) <= 2  # its own, and that of `storage`

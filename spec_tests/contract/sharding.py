@@ -91,7 +91,7 @@ def fully_shard(
         one-collective: A unit is gathered and reduced by one collective per dtype, or one per rank.
         no-extra-bytes: A gather carries the unit's parameters, padded to equal shards, no more.
         trained-only: A reduction carries the gradients of trained parameters, padded likewise.
-        unused-somewhere: In a unit that all ranks reach, a gradient that some lack is zero there.
+        unused-somewhere: In a unit that all backwards reach, a gradient that some ranks lack is 0.
         clears-between: `zero_grad` of the model clears gradients between forward and backward.
         clears-after-error: `zero_grad` of the model clears gradients after a caught exception.
         backward-after-clear: After `zero_grad` of the model a pending backward is right.

@@ -32,8 +32,8 @@ _HEAD = """# The league
 Libraries judged through [the contract](../contract), at level `production`, on a CPU with gloo
 ranks. *Judged* counts the MUST clauses for what the library offers, *passed* those that hold. Each
 other clause was decided by reading the library. *PyTorch's* are deviations of the wrappers that it
-is built on, *choices* are documented or deliberate, or about ranks that differ where the library
-asks for equal ones, each with its reason in the TOML file.
+is built on, *choices* are documented or deliberate, or concern unequal ranks, where the library
+requires equal ones. Each has its reason in the TOML file.
 A *bug* has a script that needs the library alone and exits with 1 while the bug is there:
 `trainspec repro --finding NAME DIR` writes it. Some bugs fail several clauses, some none. Reading
 the files of `token_loader` is the adapters' own part.

@@ -208,7 +208,7 @@ class Shifted(nn.Module):
 class Viewed(nn.Module):
     """Parameters that are added as views: autograd takes views of one gradient as theirs.
 
-    Of two such parameters it adds up gradients wrongly, in one memory.
+    With two of them, a second backward adds to the memory of both, so that the sums are wrong.
     """
 
     def __init__(self, number: int = 1) -> None:

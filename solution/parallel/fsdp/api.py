@@ -238,8 +238,8 @@ class FullySharded(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the model's outputs."""
         self._reducer.begin()
-        # The units send over the same group in a backward. These messages wait for `finish`: ranks
-        # that disagree on what is unused would send them in different places among the units'.
+        # Replicated gradients are reduced in `finish`. In the backward, ranks with different unused
+        # parameters would issue these collectives and the units' in different orders.
         self._reducer.is_armed = False
         return self.module(*args, **kwargs)
 

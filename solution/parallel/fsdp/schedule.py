@@ -299,14 +299,13 @@ def _call_before(hook: Callable[..., None], output: torch.Tensor, first_node: in
     """Call `hook` when a backward reaches an output.
 
     Where a view is written to later, the graph keeps the node of its base alone. So that node is
-    watched, if the forward has made it: its nodes are numbered from `first_node` on.
+    watched as well, if the forward has made it: its nodes are numbered from `first_node` on.
     """
+    output.register_hook(hook)
     base = None if torch._C._are_functorch_transforms_active() else output._base
     node = None if base is None else base.grad_fn
     if node is not None and node._sequence_nr() >= first_node:
         node.register_prehook(hook)
-    else:
-        output.register_hook(hook)
 
 
 class _Watched(torch.autograd.Function):

@@ -172,8 +172,8 @@ def test_two_calls_do_not_disturb_each_other(world, subject, way):
 
     With activation checkpointing each forward runs once more, within the backward.
     """
-    problem = law.fitting(world, subject, Problem(seq_q=40))
-    problems = [problem.but(causal=way == "causal-first"), problem.but(seed=1)]
+    problem = law.fitting(world, subject, Problem(seq_q=40, causal=way == "causal-first"))
+    problems = [problem, problem.but(causal=False, seed=1)]
     seen = observe(world, subject, side_by_side, problems, way)
 
     for each, of_call in zip(problems, seen, strict=True):

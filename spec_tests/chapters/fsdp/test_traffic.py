@@ -148,7 +148,7 @@ def one_rank(ctx, subject, rank, num_ranks):
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
         for _ in range(2):
             with ctx.recording() as recorder:
-                model(torch.ones(2, WIDTH)).sum().backward()
+                model(torch.arange(2.0 * WIDTH).view(2, WIDTH)).square().sum().backward()
                 optimizer.step()
             seen["sent"] = recorder.log()
             optimizer.zero_grad()

@@ -169,8 +169,8 @@ class Baton:
         found = self._by_thread.get(threading.get_ident())
         if found is None:
             raise NotSimulated(
-                "a thread that the implementation started is not a rank: of simulated ranks only "
-                "their own may communicate; most clauses are judged with --transport gloo as well"
+                "a thread that the implementation started is not a rank: only the thread that runs "
+                "a simulated rank may communicate; judge this code with --transport gloo"
             )
         return found
 

@@ -44,7 +44,7 @@ WITHOUT = {
     "fsdp.footprint.part-of-a-list": "torch 2.13 has mended it",
     "fsdp.traffic.wait-after-reshard": "a choice: the documentation does not say",
     "fsdp.order.runs-ahead-of-a-straggler": "a choice: FSDP2 overlaps by CUDA streams",
-    "fsdp.lifecycle.fresh-after-step": "one of its cases has one; a setter keeps the others",
+    "fsdp.lifecycle.fresh-after-step": "one case has one; set_reshard_after_backward keeps weights",
     "fsdp.refusals.parameters-added-later": "a choice: added before fully_shard",
     "fsdp.refusals.unequal-ranks": "a choice: ranks have to have the same modules",
     "fsdp.refusals.unequal-ranks-of-a-mesh": "as fsdp.refusals.unequal-ranks",
