@@ -178,6 +178,10 @@ FSDP.near_miss(
 FSDP.near_miss(
     "fsdp.all-reduces-each-time",
     "fsdp.accumulation.all-reduce-at-the-last",
+    "@ spec_tests.plain.fully_shard",
+    "+ def set_requires_all_reduce(self, flag: bool, *, recurse: bool = True) -> None:",
+    "+     pass",
+    "  def set_is_last_backward(self, flag: bool) -> None:",
     does="Takes set_requires_all_reduce, and averages replicas after every backward.",
     seen="A setter that is taken and not read.",
     unseen="The gradients are right.",
@@ -206,6 +210,9 @@ FSDP.near_miss(
 FSDP.near_miss(
     "fsdp.cuts-rows-anyway",
     "fsdp.refusals.other-dims",
+    "@ spec_tests.plain.fully_shard",
+    "- module, *, mesh=None, reshard_after_forward=None, mp_policy=None, ignored_params=()",
+    "+ module, *, mesh=None, reshard_after_forward=None, mp_policy=None, ignored_params=(), **_",
     does="Takes shard_placement_fn, and cuts along dim 0.",
     seen="An option that is taken and not read.",
     unseen="Outputs are the same.",
