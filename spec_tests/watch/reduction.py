@@ -95,7 +95,7 @@ def through_the_wrapper(step: Step, rank: int, event: Event) -> Finding | None:
     """A training forward MUST go through DistributedDataParallel, not to the module inside it."""
     inside = [forward for forward in event["forwards"] if forward["inside"]]
     through = sum(forward["syncs"] is not None for forward in event["forwards"])
-    is_by_hand = event["reduced"] and not any(step.unequal("grads", every=True))
+    is_by_hand = step.run.world > 1 and not any(step.unequal("grads", every=True))
     # As many backwards as forwards of the wrapper: the others were an evaluation.
     if not inside or is_by_hand or 0 < event["backwards"] <= through:
         return None
