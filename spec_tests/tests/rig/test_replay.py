@@ -83,7 +83,7 @@ MEANT = f"{SUMMED}; parameter.grad /= dist.get_world_size(); "
 SHARED = 'parameter.grad += first.setdefault("rank", dist.get_rank()) != dist.get_rank()'
 POLLED = """open(f"{__file__}.{dist.get_rank()}", "w").close()
         while not os.path.exists(f"{__file__}.{1 - dist.get_rank()}"):
-            time.sleep(1)
+            time.sleep(0.01)
 """
 FORGOTTEN = "first[id(parameter)] = dist.all_reduce(parameter.grad.clone(), async_op=True)"
 
