@@ -32,6 +32,7 @@ FAULTS = {
     "fills": "weight decay or momentum was applied to a parameter without a gradient",
     "copies": "a copy of the weights was updated, and put over what had been written to them",
     "forgets": "the state was not loaded: training goes on with what it held before",
+    "uncounted": "what the optimizer writes into its groups, such as a count of steps, was lost",
 }
 """What wrong ones do, by name."""
 
@@ -84,7 +85,11 @@ class Stepped(Machine):
                 parameter.grad = torch.zeros_like(parameter)
         for parameter, copied in zip(self.held, self.copies, strict=False):
             parameter.data.copy_(copied)
+        groups = self.optimizer.param_groups if self.fault == "uncounted" else []
+        options = [dict(group) for group in groups]
         self.optimizer.step()
+        for group, before in zip(groups, options, strict=True):
+            group.update(before)
         if self.fault == "copies":
             self.copies = [parameter.detach().clone() for parameter in self.held]
         return self.weights()

@@ -176,6 +176,7 @@ class OnRank(Run):
         if folder:  # it is open whether a save makes the parents of its directory
             Path(self.folder).mkdir(parents=True, exist_ok=True)
         self.instead: list[str] = []
+        self.left_evaluating = False
         plus += ctx.rank * scene["seeds"]
         given = {"accumulation": scene["micro-batches"], "max_norm": scene["clipping"]}
         given |= {"process_group": group, "dtype": torch.float32} | options
@@ -220,7 +221,9 @@ class OnRank(Run):
     def fails_evaluating(self, micro: str) -> Named:
         """An evaluation that raises."""
         evaluate, batch = self.method("evaluate"), self.batch(self.rank, int(micro))
-        return self._interrupted(lambda: evaluate(batch | {"raises_in": "forward"}))
+        shown = self._interrupted(lambda: evaluate(batch | {"raises_in": "forward"}))
+        self.left_evaluating = not self.module.training
+        return shown
 
     def _interrupted(self, call: Callable[[], Any]) -> Named:
         """Count the caller's exceptions that come out; one may be wrapped in another.
@@ -263,11 +266,12 @@ def follow(
 ) -> dict[str, Any]:
     """Return what each call shows, and what the trainer declares (rank body).
 
-    `instead` holds errors that came where the caller's exception was due.
+    `instead` holds errors that came where the caller's exception was due; `left_evaluating` says
+    that an exception left the module in evaluation mode.
     """
     rank = OnRank(ctx, subject, scene, folder, **options)
-    seen = rank.follow(program)
-    return {"seen": seen, "declares": rank.declares, "instead": rank.instead}
+    shown = {"seen": rank.follow(program), "declares": rank.declares}
+    return shown | {"instead": rank.instead, "left_evaluating": rank.left_evaluating}
 
 
 def one_process(
@@ -304,6 +308,8 @@ def judge_trained(
     declares, size = ranks[0]["declares"], len(ranks)
     if STANDS_IN in declares:
         given += f"; {declares[STANDS_IN]} in place of the optimizer, which is not offered"
+    if any(found.get("left_evaluating") for found in ranks):
+        given += "; the exception left the module in evaluation mode"
     for rank, found in enumerate(ranks):
         for error in found.get("instead", ()):
             raise judge.violated(
