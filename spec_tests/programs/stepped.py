@@ -28,6 +28,7 @@ ADDED = 2.0
 """The weights of a group that is added."""
 FAULTS = {
     "deaf": "a change of `param_groups` is not followed: the inner optimizer has its own options",
+    "half-deaf": "a change of the rate in `param_groups` is followed, one of another option is not",
     "keeps-state": "a load keeps the state of what the loaded dict has no state for",
     "fills": "weight decay or momentum was applied to a parameter without a gradient",
     "copies": "a copy of the weights was updated, and put over what had been written to them",
@@ -116,7 +117,8 @@ class Stepped(Machine):
         first["lr"] *= float(factor)
 
     def decay(self) -> None:
-        for group in self.optimizer.param_groups if self.fault != "deaf" else ():
+        is_deaf = self.fault in ("deaf", "half-deaf")
+        for group in () if is_deaf else self.optimizer.param_groups:
             group["weight_decay"] = 0.25
 
     def add_group(self) -> None:

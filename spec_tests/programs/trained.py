@@ -134,13 +134,23 @@ class Run(Machine):
             self.trainer.set_lr(1.0)
         return self.weights()
 
-    def fails(self, *words: Any) -> Named:
+    def fails(self, micro: str, layer: str) -> Named:
         """One exception of the caller comes out."""
+        batches = self.batches(int(micro))
+        self.trainer.interrupt(batches, _interrupted(layer, len(batches) // len(self.ranks)))
+        return self.fails_evaluating(micro)
+
+    fails_backward = fails
+
+    def fails_evaluating(self, micro: str) -> Named:
         return {"exceptions": torch.tensor(0.0 if self.trainer.fault == "swallows" else 1.0)}
 
-    fails_backward = fails_evaluating = fails
-
     late = Machine.nothing
+
+
+def _interrupted(layer: str, count: int) -> int:
+    """Return the number of the micro-batch that raises, of so many."""
+    return {"first": 0, "middle": count // 2, "last": count - 1}[layer]
 
 
 def _raised_by_torch(error: Exception) -> bool:
@@ -211,8 +221,7 @@ class OnRank(Run):
     def fails(self, micro: str, layer: str, where: str = "forward") -> Named:
         """A step in which a micro-batch raises on all ranks, after its forward."""
         batches = self.batches(int(micro))
-        number = {"first": 0, "middle": len(batches) // 2, "last": -1}[layer]
-        batches[number] |= {"raises_in": where}
+        batches[_interrupted(layer, len(batches))] |= {"raises_in": where}
         return self._interrupted(lambda: self.trainer.step(batches))
 
     def fails_backward(self, micro: str, layer: str) -> Named:
