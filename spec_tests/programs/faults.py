@@ -121,11 +121,11 @@ FAULTS: dict[str, Fault] = {
     ),
     "last-stays": Fault(
         "one was reduced, and one stayed local",
-        lambda s, r: 1 if s.micro < r.micros - 1 else r.num_peers * (s.rank == r.rank),
+        lambda s, r: r.num_peers * (s.rank == r.rank) if 0 < s.micro == r.micros - 1 else 1,
     ),
     "last-divided-twice": Fault(
         "one micro-batch was divided by the number of ranks twice, the others once",
-        lambda s, r: 1 if s.micro < r.micros - 1 else 1 / r.num_peers,
+        lambda s, r: 1 / r.num_peers if 0 < s.micro == r.micros - 1 else 1,
     ),
     "reduced-in-no-sync": Fault(
         "no_sync is ignored, or read too late: the reduction was already armed in forward",

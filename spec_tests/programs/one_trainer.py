@@ -134,27 +134,36 @@ class OneProcess:
         self.starts = [module_of(scene, plus=plus + n) for n in starts]
         if fault == "frozen-trains":
             self.module.requires_grad_(True)
-        if fault == "untied":
+        self.frozen = [p for p in self.module.parameters() if not p.requires_grad]
+        if fault in ("untied", "untied-in-place"):
             self._untie()
         make = MakeOptimizer.of(scene, stands_in=STANDS_IN in declares)
         self.optimizer = make(self.module.named_parameters())
         self.rates = [group["lr"] for group in self.optimizer.param_groups]
         self.saved: dict[str, Any] = {}
+        self.is_interrupted = False
 
     def _untie(self) -> None:
         for part in self.module.modules():
             for name, old in part.named_parameters(recurse=False):
-                setattr(part, name, nn.Parameter(old.detach().clone(), old.requires_grad))
+                new = old.detach() if self.fault == "untied-in-place" else old.detach().clone()
+                setattr(part, name, nn.Parameter(new, old.requires_grad))
 
     def step(self, micro_batches: Sequence[Any]) -> torch.Tensor:
         """Accumulate, clip once, step."""
-        if self.fault != "never-clears":
+        if self.fault != "never-clears" and not self.is_interrupted:
             self.optimizer.zero_grad()
+        self.is_interrupted = False
         losses = []
         for number, batch in enumerate(self._counted(micro_batches)):
-            losses.append(loss(self._model_of(number * self.size // len(micro_batches)), batch))
+            rank, before = number * self.size // len(micro_batches), self._thawed()
+            losses.append(loss(self._model_of(rank), batch))
             (losses[-1] * self._scale(len(micro_batches))).backward()  # type: ignore[no-untyped-call]  # torch's
+            for parameter, gradient in before if rank != self.position else ():
+                parameter.grad = gradient
             self._clip("clips-each")
+        for parameter, _ in self._thawed():
+            parameter.grad = None if parameter.grad is None else self.size * parameter.grad
         self._fill()
         self._clip("")
         if self.fault != "never-updates":
@@ -168,6 +177,20 @@ class OneProcess:
         own, other = (dict(self.starts[n].named_parameters()) for n in (self.position, rank))
         weights = {n: p + (other[n] - own[n]).detach() for n, p in self.module.named_parameters()}
         return lambda *given: torch.func.functional_call(self.module, weights, given)
+
+    def _thawed(self) -> list[tuple[nn.Parameter, torch.Tensor | None]]:
+        """Return the parameters of which the fault reduces no gradient, and their gradients."""
+        thawed = self.frozen if self.fault == "thawed-own" else ()
+        return [(p, None if p.grad is None else p.grad.clone()) for p in thawed]
+
+    def interrupt(self, micro_batches: Sequence[Any], number: int) -> None:
+        """A step raises in micro-batch `number` of each rank; its gradients may be left behind."""
+        if self.fault == "interrupted-stays":
+            self.optimizer.zero_grad()
+            each = len(micro_batches) // self.size
+            for batch in [b for n, b in enumerate(micro_batches) if n % each < number]:
+                (loss(self.module, batch) * self._scale(len(micro_batches))).backward()  # type: ignore[no-untyped-call]  # torch's
+            self.is_interrupted = True
 
     def _counted(self, batches: Sequence[Any]) -> Sequence[Any]:
         each = len(batches) // self.size
@@ -263,11 +286,15 @@ FAULTS = {
     "clips-tied-twice": "clipped by a norm in which a tied weight counts under each of its names",
     "fills": "weight decay or momentum was applied to a parameter without a gradient",
     "never-clears": "gradients of the steps before are still in it: they were not cleared",
+    "interrupted-stays": "gradients of the interrupted step are in the next one",
     "own-start": "trained from the rank's own weights, and not from the first rank's",
     "own-alone": "this rank's micro-batches alone: gradients were not reduced",
+    "thawed-own": "the gradient of what was thawed is this rank's own: it is not reduced",
     "frozen-trains": "frozen weights are trained, as Parameters made anew are",
     "untied": "a tied weight is trained by its first name's gradient alone: "
     "the tie, or the other gradient, is lost",
+    "untied-in-place": "a tied weight became two Parameters in one memory: each is updated, by its "
+    "own gradient alone",
     "loads-weights-alone": "the optimizer's state is not that of the load: it went on as it was",
     "rates-of-the-load": "`set_lr` multiplies the rates that were saved, and not the initial ones",
     "swallows": "an exception of the caller's code is swallowed",

@@ -28,10 +28,12 @@ ADDED = 2.0
 """The weights of a group that is added."""
 FAULTS = {
     "deaf": "a change of `param_groups` is not followed: the inner optimizer has its own options",
+    "half-deaf": "a change of the rate in `param_groups` is followed, one of another option is not",
     "keeps-state": "a load keeps the state of what the loaded dict has no state for",
     "fills": "weight decay or momentum was applied to a parameter without a gradient",
     "copies": "a copy of the weights was updated, and put over what had been written to them",
     "forgets": "the state was not loaded: training goes on with what it held before",
+    "uncounted": "what the optimizer writes into its groups, such as a count of steps, was lost",
 }
 """What wrong ones do, by name."""
 
@@ -84,7 +86,11 @@ class Stepped(Machine):
                 parameter.grad = torch.zeros_like(parameter)
         for parameter, copied in zip(self.held, self.copies, strict=False):
             parameter.data.copy_(copied)
+        groups = self.optimizer.param_groups if self.fault == "uncounted" else []
+        options = [dict(group) for group in groups]
         self.optimizer.step()
+        for group, before in zip(groups, options, strict=True):
+            group.update(before)
         if self.fault == "copies":
             self.copies = [parameter.detach().clone() for parameter in self.held]
         return self.weights()
@@ -111,7 +117,8 @@ class Stepped(Machine):
         first["lr"] *= float(factor)
 
     def decay(self) -> None:
-        for group in self.optimizer.param_groups if self.fault != "deaf" else ():
+        is_deaf = self.fault in ("deaf", "half-deaf")
+        for group in () if is_deaf else self.optimizer.param_groups:
             group["weight_decay"] = 0.25
 
     def add_group(self) -> None:

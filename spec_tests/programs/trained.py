@@ -134,13 +134,23 @@ class Run(Machine):
             self.trainer.set_lr(1.0)
         return self.weights()
 
-    def fails(self, *words: Any) -> Named:
+    def fails(self, micro: str, layer: str) -> Named:
         """One exception of the caller comes out."""
+        batches = self.batches(int(micro))
+        self.trainer.interrupt(batches, _interrupted(layer, len(batches) // len(self.ranks)))
+        return self.fails_evaluating(micro)
+
+    fails_backward = fails
+
+    def fails_evaluating(self, micro: str) -> Named:
         return {"exceptions": torch.tensor(0.0 if self.trainer.fault == "swallows" else 1.0)}
 
-    fails_backward = fails_evaluating = fails
-
     late = Machine.nothing
+
+
+def _interrupted(layer: str, count: int) -> int:
+    """Return the number of the micro-batch that raises, of so many."""
+    return {"first": 0, "middle": count // 2, "last": count - 1}[layer]
 
 
 def _raised_by_torch(error: Exception) -> bool:
@@ -176,6 +186,7 @@ class OnRank(Run):
         if folder:  # it is open whether a save makes the parents of its directory
             Path(self.folder).mkdir(parents=True, exist_ok=True)
         self.instead: list[str] = []
+        self.left_evaluating = False
         plus += ctx.rank * scene["seeds"]
         given = {"accumulation": scene["micro-batches"], "max_norm": scene["clipping"]}
         given |= {"process_group": group, "dtype": torch.float32} | options
@@ -210,8 +221,7 @@ class OnRank(Run):
     def fails(self, micro: str, layer: str, where: str = "forward") -> Named:
         """A step in which a micro-batch raises on all ranks, after its forward."""
         batches = self.batches(int(micro))
-        number = {"first": 0, "middle": len(batches) // 2, "last": -1}[layer]
-        batches[number] |= {"raises_in": where}
+        batches[_interrupted(layer, len(batches))] |= {"raises_in": where}
         return self._interrupted(lambda: self.trainer.step(batches))
 
     def fails_backward(self, micro: str, layer: str) -> Named:
@@ -220,7 +230,9 @@ class OnRank(Run):
     def fails_evaluating(self, micro: str) -> Named:
         """An evaluation that raises."""
         evaluate, batch = self.method("evaluate"), self.batch(self.rank, int(micro))
-        return self._interrupted(lambda: evaluate(batch | {"raises_in": "forward"}))
+        shown = self._interrupted(lambda: evaluate(batch | {"raises_in": "forward"}))
+        self.left_evaluating = not self.module.training
+        return shown
 
     def _interrupted(self, call: Callable[[], Any]) -> Named:
         """Count the caller's exceptions that come out; one may be wrapped in another.
@@ -263,11 +275,12 @@ def follow(
 ) -> dict[str, Any]:
     """Return what each call shows, and what the trainer declares (rank body).
 
-    `instead` holds errors that came where the caller's exception was due.
+    `instead` holds errors that came where the caller's exception was due; `left_evaluating` says
+    that an exception left the module in evaluation mode.
     """
     rank = OnRank(ctx, subject, scene, folder, **options)
-    seen = rank.follow(program)
-    return {"seen": seen, "declares": rank.declares, "instead": rank.instead}
+    shown = {"seen": rank.follow(program), "declares": rank.declares}
+    return shown | {"instead": rank.instead, "left_evaluating": rank.left_evaluating}
 
 
 def one_process(
@@ -304,6 +317,8 @@ def judge_trained(
     declares, size = ranks[0]["declares"], len(ranks)
     if STANDS_IN in declares:
         given += f"; {declares[STANDS_IN]} in place of the optimizer, which is not offered"
+    if any(found.get("left_evaluating") for found in ranks):
+        given += "; the exception left the module in evaluation mode"
     for rank, found in enumerate(ranks):
         for error in found.get("instead", ()):
             raise judge.violated(

@@ -24,7 +24,7 @@ rounded with O: dQ and dK are then held to four times the baseline (right code: 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -287,6 +287,8 @@ def _looks_like(name: str, seen: torch.Tensor, problem: Problem) -> str:
             answer = dense(other, inputs(problem), torch.float64, scale_on_keys=False)
             if _same(seen, answer[name], ref):
                 return means
+    if any(_same(seen, other, ref) for other in _padded(name, problem)):
+        return "keys that are padding enter the softmax: those that fill up the last tile"
     ratios = dict(_RATIOS)
     if scale not in (0.0, 1.0):
         said = f"the scale of {scale:.3g} is {{}} applied to {name}"
@@ -295,6 +297,15 @@ def _looks_like(name: str, seen: torch.Tensor, problem: Problem) -> str:
         if _same(seen, ratio * ref, ref):
             return means
     return _partly(name, seen, ref, baseline(problem)[name])
+
+
+def _padded(name: str, problem: Problem) -> Iterator[torch.Tensor]:
+    """Yield O or L with the score of keys of zeros in each row, as many as fill up a usual tile."""
+    wide, own = (reference(problem)[each] for each in ("O", "L"))
+    for tile in (16, 32, 64, 128):
+        if name in ("O", "L") and (more := -problem.num_keys % tile):
+            padded = own.logaddexp(torch.tensor(float(more), dtype=own.dtype).log())
+            yield padded if name == "L" else wide * (own - padded).exp()[..., None]
 
 
 def _narrow(name: str, seen: torch.Tensor, problem: Problem) -> str:

@@ -35,12 +35,16 @@ def trained_weights(
     __tracebackhide__ = True
     size = len(observed)
 
-    def by(factor: float = 1.0, use: int | None = None, is_untied: bool = False) -> oracle.Named:
+    def by(
+        factor: float = 1.0, use: int | None = None, is_untied: bool = False, thaws: bool = False
+    ) -> oracle.Named:
         """Return the weights of training by so many times the mean, by one use of each weight."""
         module = TOYS[toy].build(seed)
+        if thaws:
+            module.requires_grad_(True)
         for part in module.modules() if is_untied else ():
             for name, p in part.named_parameters(recurse=False):
-                setattr(part, name, torch.nn.Parameter(p.detach().clone()))
+                setattr(part, name, torch.nn.Parameter(p.detach().clone(), p.requires_grad))
         options: Any = {"lr": factor * lr, "momentum": 0.9, "weight_decay": weight_decay / factor}
         optimizer = torch.optim.SGD(module.parameters(), **options)
         for step in range(steps):
@@ -70,6 +74,7 @@ def trained_weights(
                 if fault.counts is not None
             ],
             Hint("a tied weight became two weights", functools.partial(by, is_untied=True)),
+            Hint(FAULTS["frozen-trains"].means, functools.partial(by, thaws=True)),
         ],
         given=f"toy {toy!r}, seed {seed}, {steps} steps of SGD with momentum",
     )

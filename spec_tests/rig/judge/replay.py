@@ -289,6 +289,11 @@ def _is_of_its_order(clause: Clause, case: Case, world: World) -> bool:
     return found.outcome is Outcome.PASSED
 
 
+def _shared(world: World) -> str:
+    assert world.target is not None
+    return shared.state_of(world.target, world.live.run(shared.loaded)[0])
+
+
 def _tell_of_gloo(error: BaseException, clause: Clause, case: Case, world: World) -> None:
     """Note whether live ranks show what simulated ones did.
 
@@ -310,7 +315,7 @@ def _tell_of_gloo(error: BaseException, clause: Clause, case: Case, world: World
             f"{NOT_HERE}simulated ranks take turns: one waits for others outside of a collective"
         ) from error
     may_share = may_share and runner.mode_of(error) not in _OF_ONE_RANK
-    if may_share and (state := shared.state_of(world.target)):
+    if may_share and (state := _shared(world)):
         raise unittest.SkipTest(
             f"{NOT_HERE}simulated ranks are of one process, and share {state}"
         ) from error

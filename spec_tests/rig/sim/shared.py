@@ -3,7 +3,8 @@
 Recognised are a `global` statement, a cached function, an attribute of a class that is set, and an
 empty container at the top of a module or class that a function fills: `seen = {}` and `seen[key] =
 value`, `calls = []` and `calls.append(1)`, `next(numbers)`. The modules are those of the package,
-or the file and the files beside it that it imports. State in another form is not seen.
+or the file and the files beside it that it imports, and of the packages that these import what
+ranks have loaded. State in another form is not seen.
 """
 
 from __future__ import annotations
@@ -12,26 +13,44 @@ import ast
 import contextlib
 import importlib.util
 import re
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
+from spec_tests.rig.ranks.rank import Context
 from spec_tests.rig.target import Target
 
 _CONTAINERS = (
     *("dict", "list", "set", "count", "deque", "defaultdict", "OrderedDict", "Counter"),
     *("WeakSet", "WeakKeyDictionary", "WeakValueDictionary"),
 )
+_IMPORTS = re.compile(r"^\s*(?:import|from) +(\w+)", re.MULTILINE)
+_OURS = {*sys.stdlib_module_names, "torch", "triton", "numpy", "spec_tests"}
 _CACHE = re.compile(r"\b(lru_)?cache\b")
 _FILLS = ("append", "add", "update", "setdefault", "extend", "pop", "insert", "clear")
 
 
-def state_of(target: Target) -> str:
-    """Return the first place where a module of the implementation keeps state, or ""."""
-    for file in _files(target):
+def state_of(target: Target, modules: Mapping[str, str] = MappingProxyType({})) -> str:
+    """Return the first place where a module of the implementation keeps state, or "".
+
+    Args:
+        modules: files of what ranks have imported, by name; those count that its own files name.
+    """
+    own = [*_files(target)]
+    named = {name for file in own for name in _IMPORTS.findall(file.read_text(errors="replace"))}
+    theirs = [Path(f) for n, f in modules.items() if n.partition(".")[0] in named - _OURS]
+    for file in [*own, *theirs]:
         with contextlib.suppress(OSError, SyntaxError, ValueError):  # no Python, or not readable
             if place := _first(ast.parse(file.read_bytes())):
                 return f"{file.name}:{place}"
     return ""
+
+
+def loaded(ctx: Context) -> dict[str, str]:
+    """Return the files of this rank's modules, by name (rank body)."""
+    files = {name: getattr(module, "__file__", None) for name, module in [*sys.modules.items()]}
+    return {name: file for name, file in files.items() if file}
 
 
 def _files(target: Target) -> Iterator[Path]:

@@ -15,6 +15,7 @@ from spec_tests.chapters.attention.problem import (
     RAGGED,
     WHOLE_TILES,
     Problem,
+    inputs,
     narrow,
     reference,
 )
@@ -137,6 +138,17 @@ def test_narrow_sums_are_named_where_their_error_is_seen(tile: int):
     seen = reference(wide)["O"].float().double()
     ((_, looks_like, _),) = rules.faults({"O": seen}, wide, names=["O"], tf32=False)
     assert looks_like.startswith("scores, maxima or sums are rounded to float32")
+
+
+def test_keys_that_fill_up_a_tile_and_count_are_named():
+    problem = RAGGED.but(seq_k=90)
+    x, right = inputs(problem), reference(problem)
+    zeros = torch.zeros_like(x.k[..., :38, :])  # up to 128
+    keys, values = (torch.cat([each, zeros], dim=-2).double() for each in (x.k, x.v))
+    seen = (x.q.double() @ keys.mT * problem.factor).softmax(dim=-1) @ values
+    for found, said in ((seen, True), (1.1 * right["O"], False)):
+        ((_, looks_like, _),) = rules.faults({"O": found.float()}, problem, names=["O"], tf32=False)
+        assert looks_like.startswith("keys that are padding enter the softmax") == said
 
 
 def test_gradients_of_pytorchs_own_kernel_are_within_the_rules():

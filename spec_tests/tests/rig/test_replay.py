@@ -120,6 +120,8 @@ def test_what_only_simulated_ranks_show_of_modules_with_state_is_not_judged(
         ("@lru_cache(None)\ndef group(ranks): ...\n", "mine.py:2: `@lru_cache(None)`"),
         ("ids, seen = count(), {}\ndef f(x):\n    seen[x] = 1\n", "mine.py:1: `ids, seen"),
         ("from beside import f\n", "beside.py:1: `kept = []`"),
+        ("import framework.part\n", "part.py:1: `kept = []`"),
+        ("import sys, torch\n", ""),
         ("class A:\n    def f(self):\n        self.n = []; self.n.append(1)\n", ""),
         ("names = set(('a',))\ndef f(x):\n    return x in names, []\n", ""),
         ("def f(:\n", ""),
@@ -128,8 +130,11 @@ def test_what_only_simulated_ranks_show_of_modules_with_state_is_not_judged(
 )
 def test_state_in_a_module_is_what_is_there_to_be_changed(tmp_path: Path, text: str, state: str):
     (file := tmp_path / "mine.py").write_bytes(text.encode("latin-1"))
-    (tmp_path / "beside.py").write_text("kept = []\ndef f(x):\n    kept.append(x)\n")
-    found = shared.state_of(impls.parse(str(file)))
+    (tmp_path / "far").mkdir()
+    (part := tmp_path / "far" / "part.py").write_text("kept = []\ndef f(x): kept.append(x)\n")
+    (tmp_path / "beside.py").write_bytes(part.read_bytes())
+    modules = {name: str(part) for name in ("framework.part", "torch.part", "sys", "other")}
+    found = shared.state_of(impls.parse(str(file)), modules)
     assert (state in found) if state else found == ""
 
 

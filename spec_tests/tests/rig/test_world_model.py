@@ -88,7 +88,13 @@ TELLS = {
 }
 
 
-ELSE = ("summed", "all-but-the-last", "not-thawed", "frozen-trains")  # have another diagnosis
+ELSE = (
+    "summed",
+    "divided-twice",
+    "all-but-the-last",
+    "not-thawed",
+    "frozen-trains",
+)  # have another diagnosis
 
 
 def judged(line: str, size: int, fault: str) -> None:
