@@ -217,7 +217,7 @@ def _clipped_otherwise(clip: Any, whole: float) -> tuple[str, str] | None:
         likely = "the norm of this rank's shards alone was used" if is_own else ""
         return f"{words} {used:.4g}", likely
     ratio = clip["clipped"] / clip["stepped"] if clip["stepped"] else 1.0
-    if 0.55 <= ratio <= 1.9:
+    if not (ratio < 0.55 or ratio > 1.9):  # of NaN nothing is known
         return None
     words = f"expected the clipped gradients in the step, got ones {ratio:.4g} times smaller"
     return words, "scaled gradients were clipped: scaler.unscale_(optimizer) comes first"

@@ -69,7 +69,7 @@ class Recording:
             if kept is None:
                 self._weights[id(owner), name] = parameter.detach().clone()
             elif is_training and not torch.equal(kept, parameter):
-                self._has_moved = True
+                self._has_moved = self._has_moved or not kept.isnan().any()  # NaN equals nothing
 
     def leave(self, output: Any) -> None:
         """Have the gradient of each output kept when it arrives; an evaluation has none."""
