@@ -348,10 +348,10 @@ class Agent:
         if any(rank.forwards for rank in self.run.ranks.values()):
             return f"forwards were seen, but no optimizer step, and the command ended with {own}"
         return (
-            "neither a training forward (train(), gradients enabled, in the thread that imported "
-            "torch) nor a step of a torch.optim.Optimizer was seen: perhaps no process of the "
-            "command imported torch; a Python that was started with "
-            "-E, -I or -S takes no start-up hook"
+            f"the command ended with {own}, and neither a training forward (train(), gradients "
+            "enabled, in the thread that imported torch) nor a step of a torch.optim.Optimizer was "
+            "seen: perhaps no process of the command imported torch; a Python that was started "
+            "with -E, -I or -S takes no start-up hook"
         )
 
 

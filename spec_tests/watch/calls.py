@@ -183,9 +183,8 @@ def _loaded(probe: Any, optimizer: Any, before: list[dict[str, Any]]) -> None:
 
 
 def _scheduled(probe: Any, scheduler: Any, *arguments: Any, **keywords: Any) -> None:
-    """Count how often a schedule is stepped since the last step of an optimizer."""
-    counted = probe.window.scheduled.setdefault(id(scheduler), [0, script_line()])
-    counted[0] += 1
+    """Keep behind how many forwards of this window a schedule is stepped, each time it is."""
+    probe.window.scheduled.setdefault(id(scheduler), {})[len(probe.window.forwards)] = script_line()
 
 
 def _scaled(probe: Any, scaler: Any, outputs: Any) -> None:
@@ -220,7 +219,7 @@ def _weighed(
     """Keep over how many tokens a cross entropy is a mean, and the gradient that it is given."""
     _aimed(probe, result, input, target)
     is_loss = result.requires_grad and not result.dim() and reduction in ("mean", "sum")
-    if not is_loss or target.is_floating_point():
+    if not is_loss or result.is_meta or target.is_floating_point():
         return
     loss = _keep(probe, (target != ignore_index).sum(), reduction, result)
     node: Any = result.grad_fn
@@ -230,7 +229,7 @@ def _weighed(
 
 def _aimed(probe: Any, result: Tensor, input: Tensor, target: Tensor, *_: Any, **__: Any) -> None:
     """Keep a hash of the targets of a loss; of losses by element, the script may leave some out."""
-    if result.requires_grad and not result.dim():
+    if result.requires_grad and not result.dim() and not result.is_meta:  # operations are counted
         del probe.window.targets[:-KEPT]
         probe.window.targets.append(fingerprint(target, is_mixed=True))
 
@@ -253,9 +252,9 @@ def _weigh(loss: dict[str, Any], gradient: Tensor) -> None:
 
 def _begun(probe: Any, tensors: Any, *rest: Any, **keywords: Any) -> None:
     """A backward begins: remember of a loss whether it is all that the backward begins with."""
-    node = getattr(tensors, "grad_fn", None)
+    node = None if getattr(tensors, "is_meta", False) else getattr(tensors, "grad_fn", None)
     is_nested = torch._C._current_graph_task_id() != -1
-    if isinstance(tensors, Tensor) and tensors.numel() == 1 and not is_nested:
+    if node is not None and tensors.numel() == 1 and not is_nested:
         del probe.window.roots[:-KEPT]
         probe.window.roots.append(tensors.detach())
     is_linear = not is_nested

@@ -87,6 +87,7 @@ class Names:
         self.known: dict[int, Known] = {}
         self.count = 0  # of names that were given
         self.units: set[int] = set()  # modules whose parameters FSDP2 shards
+        self._full: weakref.WeakSet[Any] = weakref.WeakSet()  # FSDP2's own records of these
         self.shards: dict[tuple[int, str], tuple[str, weakref.ref[Tensor]]] = {}
         self.met = 0  # parameters so far
         self._wrappers: list[weakref.ref[Any]] = []
@@ -169,9 +170,17 @@ class Names:
         for own in units:
             owner, name = own._module_info.module, own._module_info.param_name
             self.units.add(id(owner))
+            self._full.add(own)
             self.of(own.sharded_param).is_fsdp = True
             if id(owner) in labels and (id(owner), name) not in self.shards:
                 self._name(owner, labels, name, own.sharded_param, is_shard=True)
+
+    def unreduced(self, ids: set[int]) -> list[str]:
+        """Return the names of shards whose gradients FSDP2 has accumulated, and not reduced."""
+        full = [(own, getattr(own, "_unsharded_param", None)) for own in self._full]
+        grads = [(of.sharded_param, of.unsharded_accumulated_grad, p) for of, p in full]
+        kept = [of for of, g, p in grads if (g if p is None or p.grad is None else p) is not None]
+        return sorted(self.of(shard).name for shard in kept if id(shard) in ids)
 
     def talks(self, root: nn.Module) -> bool:
         """Whether the forward of a module communicates by a wrapper or a layer that is known."""

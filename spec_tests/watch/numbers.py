@@ -217,7 +217,7 @@ def _clipped_otherwise(clip: Any, whole: float) -> tuple[str, str] | None:
         likely = "the norm of this rank's shards alone was used" if is_own else ""
         return f"{words} {used:.4g}", likely
     ratio = clip["clipped"] / clip["stepped"] if clip["stepped"] else 1.0
-    if 0.55 <= ratio <= 1.9:
+    if not (ratio < 0.55 or ratio > 1.9):  # of NaN nothing is known
         return None
     words = f"expected the clipped gradients in the step, got ones {ratio:.4g} times smaller"
     return words, "scaled gradients were clipped: scaler.unscale_(optimizer) comes first"
@@ -258,10 +258,12 @@ def loss_weights(step: Step) -> Iterator[Finding]:
         return
     rank = min(weights)
     count, each = len(weights[rank]), weights[rank][0]
+    every = _micro_batches(step.events[rank], is_every=True)
     before = step.run.weights.setdefault(step.optimizer, (step.number, count, each))
     is_mean = all(x["of"] != "sum" for e in step.events.values() for x in e["losses"])
     if is_mean and count != before[1] and all(_is(w / before[2], 1) for w in weights[rank]):
         words = f"{count} micro-batches weigh {each:.3g} each and {count * each:.3g} together, "
+        words = words if count > 1 else f"1 micro-batch weighs {each:.3g}, "
         words += f"while {before[1]} in step {before[0]} weighed {before[1] * before[2]:.3g}"
         likely = "the loss is divided by a constant, not by the number of micro-batches of this "
         likely += "update (the end of an epoch, or what it left over)"
@@ -270,6 +272,10 @@ def loss_weights(step: Step) -> Iterator[Finding]:
         words += "their mean"
         likely = f"the loss is not divided by {count}; right if the gradients are, or if the rate "
         likely += "is meant for the sum"
+    elif is_mean and len(every) > count == 1 and all(_is(w * len(every), 1) for w in every):
+        words = f"gradients of {len(every) - 1} of {len(every)} micro-batches, which weigh "
+        words += f"{each:.3g} each, are cleared before the step"
+        likely = "zero_grad() is called for each micro-batch, not for each update"
     else:
         words, likely = _divided_twice(step, weights)
     if words:
@@ -277,9 +283,10 @@ def loss_weights(step: Step) -> Iterator[Finding]:
         yield step.finding(rank, words, place=place, likely=likely)
 
 
-def _micro_batches(event: Any) -> list[float]:
+def _micro_batches(event: Any, *, is_every: bool = False) -> list[float]:
     """Return what each micro-batch weighs; [] where losses are not known to be micro-batches."""
-    losses = [x for x in event["losses"] if x["weight"] is not None and not x["is_cleared"]]
+    known = [x for x in event["losses"] if x["weight"] is not None]
+    losses = [x for x in known if is_every or not x["is_cleared"]]
     if len({x["path"] for x in losses}) != 1 or len({x["task"] for x in losses}) != len(losses):
         return []  # several losses of one batch
     return [x["weight"] * (x["tokens"] if x["of"] == "sum" else 1) / event["scale"] for x in losses]

@@ -277,20 +277,20 @@ class Probe:
             if not any(id(p) in ids for p in model.parameters() for ids in coming):
                 del self.recordings[model]
 
-    def loose(self, steps: int) -> list[list[str]]:
+    def loose(self, stepped: Watched) -> list[list[str]]:
         """Return parameters with gradients that no optimizer steps, and held ones of no module.
 
-        The third are those of the first that an optimizer holds, which has not stepped for long.
+        The third are those of the first that an optimizer holds, which has not stepped for long;
+        the fourth are held by the one that steps, without the gradients that FSDP2 holds back.
         """
         held = set().union(*(each.ids for each in self.optimizers.values()))
         built = {id(p) for each in self.built for g in each.param_groups for p in g["params"]}
-        held |= built if steps < EARLY else set()
-        known = {key: k for key, k in [*self.names.known.items()] if key not in held and k.owner()}
-        named = [(key, k.name, k.parameter()) for key, k in known.items()]
+        held |= built if stepped.steps < EARLY else set()
         loose = [
-            (key, name)
-            for key, name, p in named
-            if p is not None and p.requires_grad and p.grad is not None
+            (key, k)
+            for key, k in [*self.names.known.items()]
+            if key not in held and k.owner() and (p := k.parameter()) is not None
+            if p.requires_grad and p.grad is not None
         ]
         stray = [
             entry.name
@@ -298,8 +298,8 @@ class Probe:
             for entry, p in zip(each.entries, each.parameters, strict=True)
             if not entry.is_held and entry.is_trained and p.grad is None
         ]
-        idle = [name for key, name in loose if key in built]
-        return [[name for _, name in loose], stray, idle]
+        idle = [k.name for key, k in loose if key in built]
+        return [[k.name for _, k in loose], stray, idle, self.names.unreduced(stepped.ids)]
 
     def left(self, module: nn.Module, output: Any) -> None:
         """The forward at the top has ended."""
@@ -354,7 +354,7 @@ class Probe:
             "sums": calls.norm_of_sums(self.window, watched.parameters),
             "clip": calls.norm_again(self, watched.parameters),
             "skips": getattr(optimizer, "found_inf", None) is not None,
-            "loose": self.loose(watched.steps) if watched.steps else [[], [], []],
+            "loose": self.loose(watched) if watched.steps else [[], [], [], []],
             "ties": self.names.broken_ties(),
             "messages": link.has_messages,
             "joined": calls.is_for_join(sys._getframe(1)),

@@ -17,9 +17,17 @@ _FSDP = "docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html"
 @rank_norm("watch.optimizer.holds-the-model", source=_FSDP)
 def holds_the_model(step: Step, rank: int, event: Event) -> Finding | None:
     """The optimizer MUST hold the parameters that the model trains with."""
+    loose, stray, idle, unreduced = event["loose"]
+    if unreduced:
+        return step.finding(
+            rank,
+            "expected FSDP2 to reduce its gradient before the step, got one that is accumulated on "
+            f"this rank and not reduced ({len(unreduced)} parameters)",
+            unreduced[0],
+            likely="set_requires_gradient_sync(False) is in force in the update's last micro-batch",
+        )
     # Where a script shards the optimizer by hand, each parameter is another rank's.
     everywhere = set.intersection(*({*each["loose"][0]} for each in step.events.values()))
-    loose, stray, idle = event["loose"]
     loose = [name for name in loose if name in everywhere or stray]
     if not loose or _are_copied(step, rank, event):
         return None

@@ -69,7 +69,7 @@ class Recording:
             if kept is None:
                 self._weights[id(owner), name] = parameter.detach().clone()
             elif is_training and not torch.equal(kept, parameter):
-                self._has_moved = True
+                self._has_moved = self._has_moved or not kept.isnan().any()  # NaN equals nothing
 
     def leave(self, output: Any) -> None:
         """Have the gradient of each output kept when it arrives; an evaluation has none."""
@@ -321,7 +321,8 @@ class Copy:
             if type(hook).__module__ in _MAKE_WEIGHTS:  # of other parameters; it holds no tensor
                 twin._forward_pre_hooks[key] = hook
         twin.__dict__["_compiled_call_impl"] = None
-        twin.__dict__["_modules"] = {n: m and self._twin(m) for n, m in state["_modules"].items()}
+        parts = state["_modules"].items()  # asked for its truth, a compiled DDP raises
+        twin.__dict__["_modules"] = {n: None if m is None else self._twin(m) for n, m in parts}
         twin.__dict__["_parameters"] = {
             n: self._parameter(module, n, p) for n, p in state["_parameters"].items()
         }

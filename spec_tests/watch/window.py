@@ -52,7 +52,7 @@ class Window:
         self.losses: list[dict[str, Any]] = []
         self.targets: list[Tensor] = []  # hashes of those that losses of torch were given
         self.stale: list[tuple[str, str, Tensor]] = []  # name, line, elements that are not current
-        self.scheduled: dict[int, list[Any]] = {}  # schedule to its steps, and their line
+        self.scheduled: dict[int, dict[int, str]] = {}  # schedule to forwards before, and line
         self.called: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self.roots: list[Tensor] = []  # what each backward began with
         self.is_low = False  # whether it computes in 16 bits
@@ -137,7 +137,7 @@ class Window:
 
     def fields(self) -> dict[str, Any]:
         """Return everything as data, in which numbers may still be on their device."""
-        counted = [*self.counts.values()]
+        counted, scheduled = [*self.counts.values()], self.scheduled.values()
         # Else the module inside was called: DDP has not prepared to reduce.
         is_through = not self.forwards or any(f["syncs"] is not None for f in self.forwards)
         return {
@@ -149,7 +149,7 @@ class Window:
             "dropped": self.has_dropped,
             "cleared": self.is_cleared,
             "stale": self.stale,
-            "scheduled": max(self.scheduled.values(), default=None),
+            "scheduled": max(([len(s), *s.values()][:2] for s in scheduled), default=None),
             "computed": sum(times * size for times, *_, size in counted),
             "distinct": sum(size for *_, size in counted),
             "synced": sum((times - left) * size for times, left, _, size in counted),
