@@ -140,6 +140,7 @@ class OneProcess:
         self.optimizer = make(self.module.named_parameters())
         self.rates = [group["lr"] for group in self.optimizer.param_groups]
         self.saved: dict[str, Any] = {}
+        self.holds = False  # gradients of a step that raised
 
     def _untie(self) -> None:
         for part in self.module.modules():
@@ -148,8 +149,9 @@ class OneProcess:
 
     def step(self, micro_batches: Sequence[Any]) -> torch.Tensor:
         """Accumulate, clip once, step."""
-        if self.fault != "never-clears":
+        if self.fault != "never-clears" and not self.holds:
             self.optimizer.zero_grad()
+        self.holds = False
         losses = []
         for number, batch in enumerate(self._counted(micro_batches)):
             losses.append(loss(self._model_of(number * self.size // len(micro_batches)), batch))
@@ -160,6 +162,16 @@ class OneProcess:
         if self.fault != "never-updates":
             self.optimizer.step()
         return torch.stack(losses).detach().mean()
+
+    def interrupted(self, micro_batches: Sequence[Any], layer: str) -> None:
+        """Keep the gradients of a step that raised there, in a world in which they stay."""
+        if self.fault == "interrupted-stays":
+            self.optimizer.zero_grad()
+            self.holds, each = True, len(micro_batches) // self.size
+            before = {"middle": each // 2, "last": each - 1}.get(layer, 0)
+            for number, batch in enumerate(micro_batches):
+                if number % each < before:
+                    (loss(self.module, batch) * self._scale(len(micro_batches))).backward()  # type: ignore[no-untyped-call]  # torch's
 
     def _model_of(self, rank: int) -> Any:
         """Return the model of a rank, which differs from this one as it did at the start."""
@@ -263,6 +275,7 @@ FAULTS = {
     "clips-tied-twice": "clipped by a norm in which a tied weight counts under each of its names",
     "fills": "weight decay or momentum was applied to a parameter without a gradient",
     "never-clears": "gradients of the steps before are still in it: they were not cleared",
+    "interrupted-stays": "gradients of a step that raised are still in it: they were not cleared",
     "own-start": "trained from the rank's own weights, and not from the first rank's",
     "own-alone": "this rank's micro-batches alone: gradients were not reduced",
     "frozen-trains": "frozen weights are trained, as Parameters made anew are",

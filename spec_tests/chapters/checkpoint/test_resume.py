@@ -19,7 +19,7 @@ STEPS = 4
 
 
 def stopped_everywhere(ctx, directory, toy, wrapper, stops):
-    """The uninterrupted run's last state, and those of runs that were stopped after n steps."""
+    """Last states: of the uninterrupted run, of runs that were stopped, of runs without a load."""
     whole = Trainee(ctx, toy=toy, wrapper=wrapper)
     whole.train(STEPS)
     resumed = {}
@@ -32,7 +32,9 @@ def stopped_everywhere(ctx, directory, toy, wrapper, stops):
         second.train(1)  # whatever was there before must not matter
         step = second.load(place)
         second.train(STEPS - step)
-        resumed[stop] = {"state": second.state(), "step": step}
+        third = Trainee(ctx, toy=toy, wrapper=wrapper, seed=8)
+        third.train(1 + STEPS - step)
+        resumed[stop] = {"state": second.state(), "step": step, "unloaded": third.state()}
     return {"whole": whole.state(), "resumed": resumed}
 
 
@@ -48,7 +50,13 @@ def equal_to_the_whole(ranks, stops, given):
             [each["state"] for each in found],
             own,
             quantity="state of the uninterrupted run",
-            hints=[Hint("the first rank's: its part was given to all ranks", own[0])],
+            hints=[
+                Hint("the first rank's: its part was given to all ranks", own[0]),
+                Hint(
+                    "the state of a run into which nothing was loaded",
+                    [each["unloaded"] for each in found],
+                ),
+            ],
             given=where,
         )
 
