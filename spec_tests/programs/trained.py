@@ -134,8 +134,9 @@ class Run(Machine):
             self.trainer.set_lr(1.0)
         return self.weights()
 
-    def fails(self, micro: str, layer: str = "") -> Named:
+    def fails(self, *words: Any) -> Named:
         """One exception of the caller comes out."""
+        micro, layer = (*words, "")[:2]
         self.trainer.interrupted(self.batches(int(micro)), layer)
         return {"exceptions": torch.tensor(0.0 if self.trainer.fault == "swallows" else 1.0)}
 

@@ -22,7 +22,7 @@ def stopped_everywhere(ctx, directory, toy, wrapper, stops):
     """Last states: of the uninterrupted run, of runs that were stopped, of runs without a load."""
     whole = Trainee(ctx, toy=toy, wrapper=wrapper)
     whole.train(STEPS)
-    resumed = {}
+    wanted, resumed = whole.state(), {}
     for stop in stops:
         first = Trainee(ctx, toy=toy, wrapper=wrapper)
         first.train(stop)
@@ -32,10 +32,11 @@ def stopped_everywhere(ctx, directory, toy, wrapper, stops):
         second.train(1)  # whatever was there before must not matter
         step = second.load(place)
         second.train(STEPS - step)
+        resumed[stop] = {"state": second.state(), "step": step}
         third = Trainee(ctx, toy=toy, wrapper=wrapper, seed=8)
         third.train(1 + STEPS - step)
-        resumed[stop] = {"state": second.state(), "step": step, "unloaded": third.state()}
-    return {"whole": whole.state(), "resumed": resumed}
+        resumed[stop]["unloaded"] = third.state()
+    return {"whole": wanted, "resumed": resumed}
 
 
 def equal_to_the_whole(ranks, stops, given):
