@@ -287,7 +287,7 @@ class Alone(Training):
     def wait(self) -> Named | None:
         return self.unshard("now") if self.before == ("unshard", "in-flight") else None
 
-    fails = keep = reshard = Training.nothing
+    fails = keep = reloads = reshard = Training.nothing
 
 
 @dataclass(frozen=True)

@@ -251,6 +251,7 @@ VERBS: dict[str, Verb] = {
         ends="open",
     ),
     "keep": Verb("flag", lambda s: not (s.waits or s.is_broken), of=SHARDS, sends=False),
+    "reloads": Verb("", lambda s: not (s.waits or s.is_broken), of=SHARDS, often=0, sends=False),
     "unshard": _RESTS("at_once", then=_becomes(is_unsharded=True), of=SHARDS, ends="open"),
     "reshard": _RESTS(then=_becomes(is_unsharded=False), of=SHARDS, sends=False),
     "wait": _RESTS(of=SHARDS, level="production", sends=False),

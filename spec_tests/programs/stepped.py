@@ -29,6 +29,7 @@ ADDED = 2.0
 FAULTS = {
     "deaf": "a change of `param_groups` is not followed: the inner optimizer has its own options",
     "half-deaf": "a change of the rate in `param_groups` is followed, one of another option is not",
+    "deaf-later": "after a load a change of `param_groups` is not followed",
     "keeps-state": "a load keeps the state of what the loaded dict has no state for",
     "fills": "weight decay or momentum was applied to a parameter without a gradient",
     "copies": "a copy of the weights was updated, and put over what had been written to them",
@@ -153,6 +154,7 @@ class Stepped(Machine):
         kept = dict(self.optimizer.state) if self.fault == "keeps-state" else {}
         for name, value in weights.items():
             self.parameters[name].copy_(value)
+        self.fault = self.fault.removesuffix("-later")
         has_grown = len(state["param_groups"]) != len(self.optimizer.param_groups)
         if not has_grown and self.fault != "forgets":
             self.optimizer.load_state_dict(state)

@@ -252,6 +252,9 @@ class Shards(OnRank):
     def keep(self, flag: str) -> None:
         self.wrapped.set_reshard_after_backward(flag == "False")
 
+    def reloads(self) -> None:
+        self.module.load_state_dict(self.module.state_dict())
+
     def unshard(self, at_once: str) -> Named | None:
         options = {} if at_once == "now" else {"async_op": True}
         self.handles = [part.unshard(**options) for part in having(self.module, "unshard")]

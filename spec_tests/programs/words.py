@@ -82,6 +82,7 @@ MEANS = {
     "rate FACTOR": "by this the first group's rate is multiplied, or a trainer's first rates are",
     "read": "the trainer's full weights are looked at",
     "record N": "a forward of training whose loss is dropped",
+    "reloads": "the state dict of now is loaded, in place",
     "reshard": "every unit is resharded by hand",
     "resumed": "the backward of the last `forward`, where another backward raised between the two",
     "save": "the state is saved: the weights, an optimizer's state, or a trainer's folder",

@@ -19,10 +19,10 @@ STEPS = 4
 
 
 def stopped_everywhere(ctx, directory, toy, wrapper, stops):
-    """The uninterrupted run's last state, and those of runs that were stopped after n steps."""
+    """Last states: of the uninterrupted run, of runs that were stopped, of runs without a load."""
     whole = Trainee(ctx, toy=toy, wrapper=wrapper)
     whole.train(STEPS)
-    resumed = {}
+    wanted, resumed = whole.state(), {}
     for stop in stops:
         first = Trainee(ctx, toy=toy, wrapper=wrapper)
         first.train(stop)
@@ -33,7 +33,10 @@ def stopped_everywhere(ctx, directory, toy, wrapper, stops):
         step = second.load(place)
         second.train(STEPS - step)
         resumed[stop] = {"state": second.state(), "step": step}
-    return {"whole": whole.state(), "resumed": resumed}
+        third = Trainee(ctx, toy=toy, wrapper=wrapper, seed=8)
+        third.train(1 + STEPS - step)
+        resumed[stop]["unloaded"] = third.state()
+    return {"whole": wanted, "resumed": resumed}
 
 
 def equal_to_the_whole(ranks, stops, given):
@@ -48,7 +51,13 @@ def equal_to_the_whole(ranks, stops, given):
             [each["state"] for each in found],
             own,
             quantity="state of the uninterrupted run",
-            hints=[Hint("the first rank's: its part was given to all ranks", own[0])],
+            hints=[
+                Hint("the first rank's: its part was given to all ranks", own[0]),
+                Hint(
+                    "the state of a run into which nothing was loaded",
+                    [each["unloaded"] for each in found],
+                ),
+            ],
             given=where,
         )
 

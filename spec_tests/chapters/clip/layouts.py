@@ -1,10 +1,11 @@
 """Gradients in every layout in which training leaves them, made of known integers.
 
 A layout says of each parameter how its gradient lies on the ranks: "plain" (replicas, after data
-parallelism), "shard" (a DTensor divided on dim 0, after FSDP), "replicate" (a DTensor that all
-ranks hold), "hybrid" (divided inside a node, replicated between nodes), "across" (divided between
-nodes, replicated inside), "line" (divided over all ranks, also where others are on a mesh of two
-dims), "none". The whole gradient is a function of the name, so the parent knows what is right.
+parallelism), "shard" (a DTensor divided on dim 0, after FSDP), "columns" (on dim 1, after tensor
+parallelism), "replicate" (a DTensor that all ranks hold), "hybrid" (divided inside a node,
+replicated between nodes), "across" (divided between nodes, replicated inside), "line" (divided over
+all ranks, also where others are on a mesh of two dims), "none". The whole gradient is a function of
+the name, so the parent knows what is right.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from spec_tests.rig.ranks.rank import Context
 SHAPES = {"a": (7, 3), "b": (5, 2), "c": (6,), "d": (1, 3)}
 
 SHARDED = dict.fromkeys("abc", "shard")
+COLUMNS = dict.fromkeys("ab", "columns")
 EMPTY_SHARDS = dict.fromkeys("abcd", "shard")  # of "d" only the first rank has anything
 PLAIN = dict.fromkeys("abcd", "plain")
 MIXED = {"a": "shard", "b": "plain", "c": "shard", "d": "plain"}
@@ -60,7 +62,7 @@ def parameters(ctx: Context, layout: Layout, scale: float = 1.0) -> dict[str, nn
     mesh = None
     if {"hybrid", "both"} & {*layout.values()}:
         mesh = ctx.mesh((2, ctx.world_size // 2))
-    elif {"shard", "replicate"} & {*layout.values()}:
+    elif {"shard", "columns", "replicate"} & {*layout.values()}:
         mesh = ctx.mesh((ctx.world_size,))
     other = None
     if "line" in layout.values():
@@ -84,16 +86,20 @@ def _laid_out(tensor: torch.Tensor, how: str, mesh: DeviceMesh | None) -> torch.
         return tensor.t().contiguous().t()
     if how == "both":
         return distribute_tensor(tensor, mesh, [Shard(0), Shard(1)], src_data_rank=None)
-    divided: Replicate | Shard = Replicate() if how == "replicate" else Shard(0)
+    divided: Replicate | Shard = Replicate() if how == "replicate" else Shard(_dim(how))
     placements = [*[Replicate()] * (mesh.ndim - 1), divided]
     local = tensor
     if how != "replicate":
-        parts = tensor.chunk(mesh.size(mesh.ndim - 1))
+        parts = tensor.chunk(mesh.size(mesh.ndim - 1), _dim(how))
         rank = mesh.get_local_rank(mesh.ndim - 1)
-        local = parts[rank].clone() if rank < len(parts) else tensor[:0].clone()
+        local = (parts[rank] if rank < len(parts) else tensor.narrow(_dim(how), 0, 0)).clone()
     return DTensor.from_local(
         local, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
     )
+
+
+def _dim(how: str) -> int:
+    return int(how == "columns")
 
 
 def clip(
@@ -164,18 +170,18 @@ def local_norms(layout: Layout, size: int, order: float = 2.0) -> list[Named]:
 
 def _own(tensor: torch.Tensor, how: str, rank: int, size: int) -> torch.Tensor:
     """The part of a rank of `size`, on a mesh of 2 x size / 2 where that has two dims."""
-    rows, columns, empty = 0, 1, tensor[:0]
+    empty = tensor[:0]
     inside = size // 2
     if how == "none":
         return empty
     if how == "both":
-        half = tensor.chunk(2, rows)[rank // inside]
-        return half.chunk(inside, columns)[rank % inside]
+        half = tensor.chunk(2)[rank // inside]
+        return half.chunk(inside, 1)[rank % inside]
     over_all = (rank, size)
-    divisions = {"shard": over_all, "line": over_all, "hybrid": (rank % inside, inside)}
-    divisions["across"] = (rank // inside, 2)
+    divisions = dict.fromkeys(("shard", "columns", "line"), over_all)
+    divisions |= {"hybrid": (rank % inside, inside), "across": (rank // inside, 2)}
     number, of = divisions.get(how, (0, 1))
-    parts = tensor.chunk(of, rows)
+    parts = tensor.chunk(of, _dim(how))
     return parts[number] if number < len(parts) else empty
 
 
@@ -192,7 +198,7 @@ def mistakes(layout: Layout, size: int, order: float) -> list[tuple[str, list[Na
     if math.isinf(order):
         return found
     norms = torch.stack([each["norm"] for each in local])
-    if kinds - {"shard", "both"}:
+    if kinds - {"shard", "columns", "both"}:
         every = norms.pow(order).sum() ** (1 / order)
         found.append(("what several ranks hold counted once for each of them", {"norm": every}))
     elif order != 1:

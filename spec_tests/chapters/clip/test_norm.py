@@ -16,6 +16,7 @@ from torch import nn
 
 from spec_tests.chapters.clip import layouts
 from spec_tests.chapters.clip.layouts import (
+    COLUMNS,
     EMPTY_SHARDS,
     HYBRID,
     MIXED,
@@ -51,10 +52,12 @@ def is_global(ranks, layout, order=2.0, given=""):
 
 
 @clause("clip.norm.global", source="contract: counts-once, as-pytorch; " + ISSUES)
-@pytest.mark.parametrize("frozen", ["", "a"], ids=["all", "frozen-after-its-backward"])
-def test_the_norm_is_that_of_the_whole_gradient(world, frozen):
+@pytest.mark.parametrize("case", ["all", "frozen-after-its-backward", "by-columns"])
+def test_the_norm_is_that_of_the_whole_gradient(world, case):
     """With sharded gradients every rank MUST get the norm of the whole gradient."""
-    is_global(world.run(clip, SHARDED, frozen=frozen), SHARDED)
+    layout = COLUMNS if case == "by-columns" else SHARDED
+    frozen = "a" if case == "frozen-after-its-backward" else ""
+    is_global(world.run(clip, layout, frozen=frozen), layout)
 
 
 @clause(

@@ -145,7 +145,8 @@ def test_a_whole_model_sends_no_gradient_inside_no_sync(world, subject):
     Leaving an inner `no_sync` does not end the outer one; an exception ends one as well.
     """
     # Of what refuses the second micro-batch the first is judged as well.
-    same_as_alone(world, subject, "even: locally 0", looks=("sent",), values=False)
+    for program in ("locally 0", "nested 0 1"):
+        same_as_alone(world, subject, f"even: {program}", looks=("sent",), values=False)
     same_as_alone(world, subject, "even: leave, nested 0 1, backward 2")
 
 

@@ -48,8 +48,8 @@ def resumed(ctx, folder, subject, scene):
 )
 @pytest.mark.parametrize(
     "scene",
-    ["mlp momentum two-groups", "tied adamw two-groups"],
-    ids=["mlp-momentum", "tied-adamw"],
+    ["mlp momentum two-groups", "tied adamw two-groups", "mlp adamw not-the-second"],
+    ids=["mlp-momentum", "tied-adamw", "frozen"],
 )
 def test_a_loaded_run_goes_on_as_if_it_had_not_stopped(world, subject, scene):
     """A loaded trainer MUST go on with the bits of the run that was not interrupted.
@@ -87,12 +87,15 @@ def at_another_size(ctx, folder, subject, saved, loaded):
     ctx.barrier()
     run = OnRank(ctx, subject, loaded, folder, plus=5)
     run.method("load")(f"{first.folder}/1")
-    return {"seen": run.follow("train 3, train 4"), "declares": run.declares}
+    found = {"seen": run.follow("train 3, train 4"), "declares": run.declares}
+    if ctx.rank in run.scene.peers(ctx.world_size, 0):  # one group saves by itself
+        run.trainer.save(f"{run.folder}/2")
+    return found
 
 
 @clause(
     "trainer.checkpoint.another-size",
-    source="contract: other-world, Trainer.save/on-return",
+    source="contract: other-world, own-group, Trainer.save/on-return",
     worlds=(3,),
 )
 def test_a_checkpoint_loads_at_another_size(world, subject):

@@ -7,9 +7,11 @@ SGD, since Adam hides a constant factor. See Li et al. 2020, section 3.
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from spec_tests.programs.law import same_as_alone
+from spec_tests.programs.laws import refusal
 from spec_tests.programs.one_trainer import loss
 from spec_tests.programs.scene import TRAINERS, Scene
 from spec_tests.programs.trained import OnRank, one_process, within
@@ -80,21 +82,32 @@ test_starts_from_first_rank = holds(
 )
 
 
-def reported(ctx, subject, scene):
+def reported(ctx, subject, scene, between=""):
     """The losses that two steps return, None where a rank gets none; and what is declared."""
     run = OnRank(ctx, subject, scene)
-    losses = [run.trainer.step(run.batches(number)) for number in (1, 2)]
+    losses = [run.trainer.step(run.batches(1))]
+    run.follow(between)
+    losses.append(run.trainer.step(run.batches(2)))
     return [None if each is None else float(each) for each in losses], run.declares
 
 
 @clause(
     "trainer.step.reports-its-loss",
-    source="contract: Trainer.step/loss; a course's trainer logs the loss / accumulation",
+    source="contract: Trainer.step/loss, after-exception; "
+    "a course's trainer logs the loss / accumulation",
 )
-def test_the_loss_that_is_returned_is_a_mean(world, subject):
+@pytest.mark.parametrize("between", ["", "fails 9 last"], ids=["in-turn", "after-an-exception"])
+def test_the_loss_that_is_returned_is_a_mean(world, subject, between):
     """The loss that `step` returns MUST be the mean of this rank's micro-batches, or of all."""
     scene = Scene.of("mlp of-three")
-    losses, declares = zip(*world.run(reported, subject, scene), strict=True)
+    asked = (reported, subject, scene)
+    if between:  # the step after an exception may be refused
+        ranks = refusal.answer_or_refusal(world, *asked, between, ordinary=asked)
+    else:
+        ranks = world.run(*asked)
+    if ranks is None:
+        return
+    losses, declares = zip(*ranks, strict=True)
     if all(None in each for each in losses):
         raise NotOffered("step() returns no loss")
 
@@ -111,7 +124,7 @@ def test_the_loss_that_is_returned_is_a_mean(world, subject):
                 f"rank {rank}, step {number}: expected the mean loss of this rank, "
                 f"{both[0]:.6g}, or of all ranks, {both[1]:.6g}, got {each[number - 1]}",
                 likely="a sum, the last micro-batch's, or a mean over other steps",
-                given=str(scene),
+                given=f"{scene}: {between}",
             )
         everyone.trainer.step(batches)
 

@@ -29,6 +29,9 @@ def unequal(ctx, difference):
     parameters = list(nn.ModuleList(layers).parameters())
     with refusal.caught((ValueError, RuntimeError)) as error:
         optimizer = ctx.impl.sharded_optimizer(parameters, torch.optim.SGD, lr=rate)
+        if difference == "added-rate":
+            parameters.append(nn.Parameter(torch.ones(4)))
+            optimizer.add_param_group({"params": parameters[-1:], "lr": 0.5 + is_other})
         for parameter in parameters:
             parameter.grad = torch.ones_like(parameter)
         optimizer.step()
@@ -42,7 +45,7 @@ def unequal(ctx, difference):
     source="contract: unequal-ranks; "
     "DistributedDataParallel verifies parameters across ranks at construction",
 )
-@pytest.mark.parametrize("difference", ["shape", "rate"])
+@pytest.mark.parametrize("difference", ["shape", "rate", "added-rate"])
 def test_ranks_with_unequal_parameters_are_told(world, difference):
     """Where ranks differ in parameters or options, all MUST raise by the first step; none hangs."""
     refusal.on_all_ranks(
