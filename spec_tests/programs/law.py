@@ -39,7 +39,10 @@ LOOKS = ("sent", "afterwards", "form")
 """The observers, see `look`."""
 SENT = {"sent", "silent"}
 """Observers of what calls send: how much, which `production` bounds, or only whether they may."""
-TURNED = "an update, a write or a load was left out, missed what is read or came twice: signs turn"
+TURNED = (
+    "an update, a write or a load was left out, did not reach the weights that are read, or came "
+    "twice: each turns the sign"
+)
 RATIOS = ("summed", "divided-twice")
 """Faults that are known by the ratio of what is seen to what is right."""
 EXACT = ("sgd", "momentum", "counts-steps", "counts-later")

@@ -256,7 +256,7 @@ def test_observers_see_what_values_do_not_show(worlds, fault):
         ("deaf", "even adamw: rate 0.5, deal 1 all, update", "inner optimizer has its own options"),
         ("deaf-later", "even: save, load copied, rate 0.5, deal 1 all, update", "after a load a"),
         ("frozen-trains", "frozen momentum: train 1", "frozen weights are trained"),
-        ("interrupted-stays", "mlp of-two: fails 9 last, train 2", "a step that raised"),
+        ("interrupted-stays", "mlp of-two: fails 9 last, train 2", "the interrupted step"),
         ("untied", "tied momentum: train 1", "the tie, or the other gradient, is lost"),
     ],
 )
