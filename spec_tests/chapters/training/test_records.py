@@ -60,19 +60,32 @@ def test_the_reported_loss_is_the_mean_over_all_targets(world, subject, wrapper,
 
     A part without a target that counts adds nothing to it: divided by its own count it is NaN.
     """
-    job = Job(2, 2, world.size, steps=3, targets=targets)
-    ranks = world.run(trained, wrapper, job)
+    judge_losses(world, wrapper, Job(2, 2, world.size, steps=3, targets=targets))
 
+
+@clause("training.records.loss-of-all-ranks", level="course", source="contract: one-process")
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_the_reported_loss_is_of_all_ranks(world, subject, wrapper):
+    """Where every target counts, the loss MUST be the mean over all ranks and micro-batches."""
+    judge_losses(world, wrapper, Job(2, 2, world.size))
+
+
+def judge_losses(world, wrapper, job):
+    """The losses that every rank reports are those of one process."""
+    __tracebackhide__ = True
     wrong = {"means": "the mean of the micro-batches' means", "last": "the last micro-batch's loss"}
+    of_names = {
+        means: as_series("loss", alone(job, weighting=name).losses) for name, means in wrong.items()
+    }
+    each = range(job.world_size)
+    own = [as_series("loss", alone(job, weighting=(rank,)).losses) for rank in each]
+    of_names |= {"the rank's own loss: the mean over ranks was not taken": own}
     judge.tensors(
-        series(ranks, "loss"),
+        series(world.run(trained, wrapper, job), "loss"),
         as_series("loss", alone(job).losses),
         quantity="loss of each step",
         within=job.tolerance(),
-        hints=[
-            Hint(means, as_series("loss", alone(job, weighting=name).losses))
-            for name, means in wrong.items()
-        ],
+        hints=[Hint(means, losses) for means, losses in of_names.items()],
         given=str(job),
     )
 

@@ -112,6 +112,16 @@ TRAIN.near_miss(
 )
 
 TRAIN.near_miss(
+    "training.own-loss",
+    "training.records.loss-of-all-ranks",
+    '- "loss": total(loss, is_wrapped) / tokens,',
+    '+ "loss": loss * size / tokens,',
+    does="Reports the rank's own loss.",
+    seen="A course's _aggregate_loss whose all_reduce is still a comment.",
+    unseen="The weights are right, and rank 0 prints a loss that falls.",
+)
+
+TRAIN.near_miss(
     "training.counts-padding",
     "training.records.tokens",
     '- "tokens": tokens,',
