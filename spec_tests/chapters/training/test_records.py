@@ -73,19 +73,21 @@ def test_the_reported_loss_is_of_all_ranks(world, subject, wrapper):
 def judge_losses(world, wrapper, job):
     """The losses that every rank reports are those of one process."""
     __tracebackhide__ = True
-    wrong = {"means": "the mean of the micro-batches' means", "last": "the last micro-batch's loss"}
-    of_names = {
-        means: as_series("loss", alone(job, weighting=name).losses) for name, means in wrong.items()
+    own = [alone(job, weighting=(rank,)) for rank in range(job.world_size)]
+    wrong = {
+        "the mean of the micro-batches' means": [alone(job, weighting="means")] * len(own),
+        "the last micro-batch's loss": [alone(job, weighting="last")] * len(own),
+        "the rank's own loss: the mean over ranks was not taken": own,
     }
-    each = range(job.world_size)
-    own = [as_series("loss", alone(job, weighting=(rank,)).losses) for rank in each]
-    of_names |= {"the rank's own loss: the mean over ranks was not taken": own}
     judge.tensors(
         series(world.run(trained, wrapper, job), "loss"),
         as_series("loss", alone(job).losses),
         quantity="loss of each step",
         within=job.tolerance(),
-        hints=[Hint(means, losses) for means, losses in of_names.items()],
+        hints=[
+            Hint(means, [as_series("loss", each.losses) for each in ranks])
+            for means, ranks in wrong.items()
+        ],
         given=str(job),
     )
 

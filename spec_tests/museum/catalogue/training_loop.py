@@ -102,16 +102,6 @@ TRAIN.near_miss(
 )
 
 TRAIN.near_miss(
-    "training.last-loss",
-    "training.records.loss",
-    "- loss += float(own.detach())",
-    "+ loss = float(own.detach()) * tokens / max(1, count(batch)) / size",
-    does="Reports the last micro-batch's mean.",
-    seen="loss.item() after the loop: transformers issue 35438.",
-    unseen="It is an honest loss of something.",
-)
-
-TRAIN.near_miss(
     "training.own-loss",
     "training.records.loss-of-all-ranks",
     '- "loss": total(loss, is_wrapped) / tokens,',
