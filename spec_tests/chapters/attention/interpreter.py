@@ -83,12 +83,18 @@ class _Guard:
         return guarded
 
     def store(self, builder: Any, pointers: Any, value: Any, mask: Any, *rest: Any) -> None:
-        beyond = int((~_inside(_addresses(pointers, mask), self.extents)).sum())
+        addresses = _addresses(pointers, mask)
+        beyond = int((~_inside(addresses, self.extents)).sum())
         if self.extents and beyond:
+            is_all = beyond == addresses.size
             raise IndexError(
                 f"kernel {self.kernel}: stores {beyond} elements outside of the tensors that were "
-                "passed to it; is a mask or a boundary check missing in the last tile?"
+                f"passed to it; {_PAST_ALL if is_all else _PAST_THE_END}?"
             )
+
+
+_PAST_THE_END = "is a mask or a boundary check missing in the last tile"
+_PAST_ALL = "a whole tile: does the grid match the axes of program_id"
 
 
 def _mend_scalars(module: Any, convert: Callable[[Any], Any]) -> None:

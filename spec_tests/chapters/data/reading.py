@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import itertools
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
@@ -100,6 +101,13 @@ def all_ranks(ctx: Context, layout: Layout) -> list[Stream] | None:
                 raise
             return None
         return [take(loader, layout.limit) for loader in loaders]
+
+
+def last_words(ctx: Context, layout: Layout) -> str:
+    """The last line that a pass prints: some loaders print what they catch, and end."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        all_ranks(ctx, layout)
+    return printed.getvalue().strip().rpartition("\n")[2]
 
 
 def cut(streams: Sequence[Stream], layout: Layout) -> list[Stream]:

@@ -26,6 +26,7 @@ from spec_tests.chapters.data.reading import (
     all_ranks,
     cut,
     files_of,
+    last_words,
     layouts,
     open_loader,
     take,
@@ -45,7 +46,9 @@ def read(world, layout):
     __tracebackhide__ = True
     [streams] = world.run(all_ranks, layout)
     empty = [rank for rank, batches in enumerate(streams) if not batches]
-    judge.holds(not empty, f"expected batches, got none on ranks {empty}", given=str(layout))
+    [line] = world.run(last_words, layout) if empty else [""]
+    said = f"; the last line that it printed: {line}" if line else ""
+    judge.holds(not empty, f"expected batches, got none on ranks {empty}{said}", given=str(layout))
     return streams
 
 

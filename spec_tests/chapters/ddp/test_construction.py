@@ -100,7 +100,7 @@ test_forward_is_unchanged = holds(
     "ddp.construction.forward-is-unchanged",
     "The wrapped module MUST be called like the original and return the same values.",
     {"mlp": "mlp: evaluate 0", "tied": "tied: evaluate 0"}
-    | {"second-of-two": "mlp second-of-two: evaluate 0"},
+    | {"second-of-two": "mlp second-of-two: evaluate 0", "two": "branches-in-turn: evaluate 0"},
     level="course",
     source="contract: called-alike; DistributedDataParallel, forward",
 )

@@ -349,12 +349,14 @@ class Alone:
         return self.weights[-1]
 
 
-def alone(job: Job, *, weighting: str = "tokens", last_has: int | None = None) -> Alone:
+def alone(
+    job: Job, *, weighting: str | tuple[int, ...] = "tokens", last_has: int | None = None
+) -> Alone:
     """The oracle; `weighting` is how targets are weighed, "tokens" the right way.
 
     Args:
-        weighting: "means" of micro-batches' means and the "last" micro-batch of every rank only
-            are wrong values that have names.
+        weighting: "means" of micro-batches' means, the "last" micro-batch of every rank only, its
+            "share" of the whole mean, and some ranks only are wrong values that have names.
         last_has: how many micro-batches of every rank the last step has; None for all.
     """
     model = ToyLanguageModel(job.seed)
@@ -376,7 +378,7 @@ def alone(job: Job, *, weighting: str = "tokens", last_has: int | None = None) -
 
 
 def _loss(
-    model: nn.Module, job: Job, step: int, weighting: str, micros: Sequence[int]
+    model: nn.Module, job: Job, step: int, weighting: str | tuple[int, ...], micros: Sequence[int]
 ) -> torch.Tensor:
     ids, targets = job.step_data(step)
     losses = F.cross_entropy(
@@ -387,9 +389,11 @@ def _loss(
         parts = [job.rows(rank, m) for rank in range(job.world_size) for m in range(job.accumulate)]
         means = [losses[rows].sum() / counts[rows].sum().clamp(min=1) for rows in parts]
         return torch.stack(means).mean()
-    micros = micros[-1:] if weighting == "last" else micros
-    parts = [job.rows(rank, micro) for rank in range(job.world_size) for micro in micros]
-    total = torch.stack([counts[rows].sum() for rows in parts]).sum()
+    count = len(micros) if weighting == "share" else 1
+    micros = micros[-1:] if weighting in ("last", "share") else micros
+    ranks = weighting if isinstance(weighting, tuple) else range(job.world_size)
+    parts = [job.rows(rank, micro) for rank in ranks for micro in micros]
+    total = torch.stack([counts[rows].sum() for rows in parts]).sum() * count
     return torch.stack([losses[rows].sum() for rows in parts]).sum() / total.clamp(min=1)
 
 

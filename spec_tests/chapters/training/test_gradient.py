@@ -67,6 +67,7 @@ def judge_weights(ranks, job, given):
     wrong = {
         "means": "the mean of the micro-batches' means: padding weighs as much as text",
         "last": "the last micro-batch alone: the earlier ones were lost",
+        "share": "the last micro-batch's share alone: the others ran no backward, or were cleared",
     }
     judge.tensors(
         [_change(rank["weights"], start) for rank in ranks],

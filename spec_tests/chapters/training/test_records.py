@@ -60,18 +60,33 @@ def test_the_reported_loss_is_the_mean_over_all_targets(world, subject, wrapper,
 
     A part without a target that counts adds nothing to it: divided by its own count it is NaN.
     """
-    job = Job(2, 2, world.size, steps=3, targets=targets)
-    ranks = world.run(trained, wrapper, job)
+    judge_losses(world, wrapper, Job(2, 2, world.size, steps=3, targets=targets))
 
-    wrong = {"means": "the mean of the micro-batches' means", "last": "the last micro-batch's loss"}
+
+@clause("training.records.loss-of-all-ranks", level="course", source="contract: one-process")
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_the_reported_loss_is_of_all_ranks(world, subject, wrapper):
+    """Where every target counts, the loss MUST be the mean over all ranks and micro-batches."""
+    judge_losses(world, wrapper, Job(2, 2, world.size))
+
+
+def judge_losses(world, wrapper, job):
+    """The losses that every rank reports are those of one process."""
+    __tracebackhide__ = True
+    own = [alone(job, weighting=(rank,)) for rank in range(job.world_size)]
+    wrong = {
+        "the mean of the micro-batches' means": [alone(job, weighting="means")] * len(own),
+        "the last micro-batch's loss": [alone(job, weighting="last")] * len(own),
+        "the rank's own loss: the mean over ranks was not taken": own,
+    }
     judge.tensors(
-        series(ranks, "loss"),
+        series(world.run(trained, wrapper, job), "loss"),
         as_series("loss", alone(job).losses),
         quantity="loss of each step",
         within=job.tolerance(),
         hints=[
-            Hint(means, as_series("loss", alone(job, weighting=name).losses))
-            for name, means in wrong.items()
+            Hint(means, [as_series("loss", each.losses) for each in ranks])
+            for means, ranks in wrong.items()
         ],
         given=str(job),
     )

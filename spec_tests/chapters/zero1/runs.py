@@ -15,9 +15,10 @@ from spec_tests.programs.alone import SEED as SEED  # the chapter takes it from 
 from spec_tests.programs.law import within_steps
 from spec_tests.programs.laws import footprint
 from spec_tests.programs.scene import AXES, Scene
-from spec_tests.programs.stepped import Divided, Stepped
+from spec_tests.programs.stepped import FAULTS, Divided, Stepped
 from spec_tests.rig import judge
 from spec_tests.rig.judge import oracle
+from spec_tests.rig.judge.symptoms import Hint
 from spec_tests.rig.ranks.rank import Context
 from spec_tests.rig.ranks.world import World
 from spec_tests.rig.toys import TOYS
@@ -60,6 +61,7 @@ def like_unsharded(ranks: Sequence[oracle.Named], script: Script, scene: str) ->
         script(Stepped(scene)),
         quantity="weight that the unsharded optimizer gives",
         within=within_steps(Scene.of(scene), torch.float32, depth=8),
+        hints=[Hint(FAULTS["deaf"], lambda: script(Stepped(scene, "deaf")))],
         given=scene,
     )
 

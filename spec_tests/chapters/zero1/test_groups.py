@@ -7,6 +7,7 @@ warm-up never warms up. The second half is about process groups, which are not t
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -47,11 +48,14 @@ test_live = holds(
 
 def scheduled(stepped):
     """A warm-up, driven by PyTorch's own scheduler."""
-    scheduler = torch.optim.lr_scheduler.LambdaLR(stepped.optimizer, lambda step: (step + 1) / 4)
+    heard = copy.deepcopy(stepped.optimizer) if stepped.fault else stepped.optimizer
+    scheduler = torch.optim.lr_scheduler.LambdaLR(heard, lambda step: (step + 1) / 4)
     seen: oracle.Named = {}
     for number in range(1, 5):
         stepped.deal(str(number), "all")
         stepped.update()
+        if stepped.fault:
+            heard.step()  # or the scheduler warns
         scheduler.step()
         seen |= {f"{name} after step {number}": w for name, w in stepped.weights().items()}
         seen[f"the rate after step {number}"] = torch.tensor(scheduler.get_last_lr())

@@ -102,13 +102,13 @@ TRAIN.near_miss(
 )
 
 TRAIN.near_miss(
-    "training.last-loss",
-    "training.records.loss",
-    "- loss += float(own.detach())",
-    "+ loss = float(own.detach()) * tokens / max(1, count(batch)) / size",
-    does="Reports the last micro-batch's mean.",
-    seen="loss.item() after the loop: transformers issue 35438.",
-    unseen="It is an honest loss of something.",
+    "training.own-loss",
+    "training.records.loss-of-all-ranks",
+    '- "loss": total(loss, is_wrapped) / tokens,',
+    '+ "loss": loss * size / tokens,',
+    does="Reports the rank's own loss.",
+    seen="A course's _aggregate_loss whose all_reduce is still a comment.",
+    unseen="The weights are right, and rank 0 prints a loss that falls.",
 )
 
 TRAIN.near_miss(

@@ -303,11 +303,14 @@ def _tell_of_gloo(error: BaseException, clause: Clause, case: Case, world: World
     """
     assert world.target is not None
     again = with_values(clause)
-    if re.search(r"\bnan\b", str(error)):
-        for words in getattr(SITUATION.get().observed, "in_flight", ())[:2]:
-            error.add_note(f"not waited for {words}")
+    is_nan = bool(re.search(r"\bnan\b", str(error)))
+    in_flight = getattr(SITUATION.get().observed, "in_flight", ())[:2] if is_nan else ()
+    for words in in_flight:
+        error.add_note(f"not waited for {words}")
     with nothing_shrunk():
         found = runner.run_case(again, world.target, case, world.worlds, transport="gloo")
+    if is_nan and not in_flight and not re.search(r"\bnan\b", found.message):
+        error.add_note("NaN on simulated ranks alone: a result was read before it was waited for")
     has_passed = found.outcome is Outcome.PASSED
     may_share = has_passed and not _is_of_its_order(again, case, world)
     if may_share and runner.mode_of(error) == "hang":

@@ -245,14 +245,20 @@ def _import_advice(root: BaseException) -> str:
             return ""  # a part of the judged code
     if top in COURSE_PACKAGES:
         return f"the course's package {top} is not in the checkout: add its folder, or install it"
+    if (entry := _innermost(root)) and top.isidentifier():
+        for path in Path(entry.filename).parent.parent.glob(f"*/{top}.py"):
+            return f"{path.name} is in {path.parent}, which is not searched: add it to PYTHONPATH"
     return f"install the module {top} (python -m pip install {top}), or add it if it is yours"
 
 
 def _place(root: BaseException) -> str:
+    entry = _innermost(root)
+    return f" ({Path(entry.filename).name}:{entry.lineno})" if entry else ""
+
+
+def _innermost(root: BaseException) -> traceback.FrameSummary | None:
     """The innermost line of neither Python nor an installed package."""
     packages = str(Path(torch.__file__).parents[1])  # of another environment, maybe
     foreign = ("<", sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), packages)
-    for entry in reversed(traceback.extract_tb(root.__traceback__)):
-        if not entry.filename.startswith(foreign):
-            return f" ({Path(entry.filename).name}:{entry.lineno})"
-    return ""
+    lines = reversed(traceback.extract_tb(root.__traceback__))
+    return next((line for line in lines if not line.filename.startswith(foreign)), None)

@@ -75,7 +75,7 @@ def test_a_tensor_in_a_descriptor_is_one_that_was_passed(module_worlds: Worlds):
 def test_a_store_beyond_the_tensors_raises_before_it_harms(module_worlds: Worlds):
     # It was a "malloc(): invalid size", later and elsewhere, and a hang.
     with pytest.raises(
-        RankRaised, match="kernel beyond: stores 16 elements outside of the tensors"
+        RankRaised, match=r"stores 16 elements outside of the tensors.*in the last tile"
     ):
         module_worlds.world(1).run(launch, "beyond")
 
@@ -201,6 +201,13 @@ def test_what_is_not_installed_is_told_from_what_the_code_lacks(
     assert advice in str(found)
     assert advice or found is error
     assert not advice or "(mine.py:1)" in str(found)
+
+
+def test_a_module_of_the_checkout_is_not_to_be_installed(tmp_path: Path):
+    (tmp_path / "cs336_systems").mkdir()
+    (tmp_path / "cs336_systems" / "of_mine.py").touch()
+    error = raised(str(tmp_path / "tests" / "adapters.py"), "import of_mine")
+    assert f"of_mine.py is in {tmp_path}/cs336_systems, which" in str(not_here.translated(error))
 
 
 def test_at_load_the_advice_takes_the_place_of_a_traceback(own: Worlds, mine, tmp_path: Path):

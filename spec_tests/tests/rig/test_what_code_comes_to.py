@@ -62,6 +62,7 @@ def token_loader(paths, *, batch_size, sequence_length, rank=0, world_size=1):
 LOADERS = {
     "raises on one rank": ("if rank: raise ValueError('no second')", "raised ValueError: no seco"),
     "is empty": ("return []", "expected batches, got none on ranks [0, 1]"),
+    "prints what it catches": ("print('no')", "ranks [0, 1]; the last line that it printed: no"),
 }
 WORKERS = """
 from torch.utils.data import DataLoader

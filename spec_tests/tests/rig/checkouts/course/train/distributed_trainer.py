@@ -22,6 +22,8 @@ class DistributedTrainer:
         checkpoint_dir,
         ddp_enabled,
     ):
+        if ddp_enabled and not hasattr(model, "no_sync"):  # as the course's own file does
+            raise RuntimeError("the model has no no_sync: wrap it first")
         self.model, self.optimizer, self.lr_scheduler = model, optimizer, lr_scheduler
         self.ddp_enabled = ddp_enabled
         world_size = dist.get_world_size() if ddp_enabled else 1
