@@ -108,6 +108,7 @@ def _clipped(
             "max": most,
             "kind": kind,
             "given": is_given,  # the norm, which may be that of more than these
+            "is_scaled": probe.has_scaler,  # whether the script scales its losses
             # Each norm on this rank, and which part of the whole that is.
             "parts": [[n, e.kind, list(e.shard)] for n, e in zip(norms, entries, strict=True)],
             "place": script_line(),
