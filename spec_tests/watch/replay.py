@@ -69,7 +69,9 @@ class Recording:
             if kept is None:
                 self._weights[id(owner), name] = parameter.detach().clone()
             elif is_training and not torch.equal(kept, parameter):
-                self._has_moved = self._has_moved or not kept.isnan().any()  # NaN equals nothing
+                is_alike = kept.shape == parameter.shape  # and NaN equals not even itself
+                is_alike = is_alike and not ((kept != parameter) & ~kept.isnan()).any()
+                self._has_moved = self._has_moved or not is_alike
 
     def leave(self, output: Any) -> None:
         """Have the gradient of each output kept when it arrives; an evaluation has none."""
