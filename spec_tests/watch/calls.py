@@ -184,7 +184,7 @@ def _loaded(probe: Any, optimizer: Any, before: list[dict[str, Any]]) -> None:
 
 
 def _scheduled(probe: Any, scheduler: Any, *arguments: Any, **keywords: Any) -> None:
-    """Keep behind how many forwards of this window a schedule is stepped, each time it is."""
+    """Keep after how many forwards a schedule is stepped: steps with none between are one."""
     probe.window.scheduled.setdefault(id(scheduler), {})[len(probe.window.forwards)] = script_line()
 
 

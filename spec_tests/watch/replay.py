@@ -323,7 +323,7 @@ class Copy:
             if type(hook).__module__ in _MAKE_WEIGHTS:  # of other parameters; it holds no tensor
                 twin._forward_pre_hooks[key] = hook
         twin.__dict__["_compiled_call_impl"] = None
-        parts = state["_modules"].items()  # asked for its truth, a compiled DDP raises
+        parts = state["_modules"].items()  # `bool` of a compiled DDP raises
         twin.__dict__["_modules"] = {n: None if m is None else self._twin(m) for n, m in parts}
         twin.__dict__["_parameters"] = {
             n: self._parameter(module, n, p) for n, p in state["_parameters"].items()
