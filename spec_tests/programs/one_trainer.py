@@ -179,7 +179,7 @@ class OneProcess:
         return lambda *given: torch.func.functional_call(self.module, weights, given)
 
     def _thawed(self) -> list[tuple[nn.Parameter, torch.Tensor | None]]:
-        """Return the parameters of which the fault reduces no gradient, and their gradients."""
+        """Return the thawed parameters that the fault does not reduce, and their gradients."""
         thawed = self.frozen if self.fault == "thawed-own" else ()
         return [(p, None if p.grad is None else p.grad.clone()) for p in thawed]
 
@@ -289,7 +289,7 @@ FAULTS = {
     "interrupted-stays": "gradients of the interrupted step are in the next one",
     "own-start": "trained from the rank's own weights, and not from the first rank's",
     "own-alone": "this rank's micro-batches alone: gradients were not reduced",
-    "thawed-own": "the gradient of what was thawed is this rank's own: it is not reduced",
+    "thawed-own": "the gradient of a thawed parameter is this rank's own: it is not reduced",
     "frozen-trains": "frozen weights are trained, as Parameters made anew are",
     "untied": "a tied weight is trained by its first name's gradient alone: "
     "the tie, or the other gradient, is lost",

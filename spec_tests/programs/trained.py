@@ -230,8 +230,9 @@ class OnRank(Run):
     def fails_evaluating(self, micro: str) -> Named:
         """An evaluation that raises."""
         evaluate, batch = self.method("evaluate"), self.batch(self.rank, int(micro))
+        was_training = self.module.training
         shown = self._interrupted(lambda: evaluate(batch | {"raises_in": "forward"}))
-        self.left_evaluating = not self.module.training
+        self.left_evaluating |= was_training and not self.module.training
         return shown
 
     def _interrupted(self, call: Callable[[], Any]) -> Named:

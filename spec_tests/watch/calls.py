@@ -108,6 +108,7 @@ def _clipped(
             "max": most,
             "kind": kind,
             "given": is_given,  # the norm, which may be that of more than these
+            "is_scaled": probe.has_scaler,  # whether the script scales its losses
             # Each norm on this rank, and which part of the whole that is.
             "parts": [[n, e.kind, list(e.shard)] for n, e in zip(norms, entries, strict=True)],
             "place": script_line(),
@@ -183,7 +184,7 @@ def _loaded(probe: Any, optimizer: Any, before: list[dict[str, Any]]) -> None:
 
 
 def _scheduled(probe: Any, scheduler: Any, *arguments: Any, **keywords: Any) -> None:
-    """Keep behind how many forwards of this window a schedule is stepped, each time it is."""
+    """Keep after how many forwards a schedule is stepped: steps with none between are one."""
     probe.window.scheduled.setdefault(id(scheduler), {})[len(probe.window.forwards)] = script_line()
 
 

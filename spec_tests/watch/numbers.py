@@ -217,7 +217,8 @@ def _clipped_otherwise(clip: Any, whole: float) -> tuple[str, str] | None:
         likely = "the norm of this rank's shards alone was used" if is_own else ""
         return f"{words} {used:.4g}", likely
     ratio = clip["clipped"] / clip["stepped"] if clip["stepped"] else 1.0
-    if not (ratio < 0.55 or ratio > 1.9):  # of NaN nothing is known
+    # Without a scaler the script may mean it; of NaN nothing is known.
+    if not clip["is_scaled"] or not (ratio < 0.55 or ratio > 1.9):
         return None
     words = f"expected the clipped gradients in the step, got ones {ratio:.4g} times smaller"
     return words, "scaled gradients were clipped: scaler.unscale_(optimizer) comes first"
@@ -275,7 +276,8 @@ def loss_weights(step: Step) -> Iterator[Finding]:
     elif is_mean and len(every) > count == 1 and all(_is(w * len(every), 1) for w in every):
         words = f"gradients of {len(every) - 1} of {len(every)} micro-batches, which weigh "
         words += f"{each:.3g} each, are cleared before the step"
-        likely = "zero_grad() is called for each micro-batch, not for each update"
+        likely = "zero_grad() is called for each micro-batch, not for each update; right if the "
+        likely += "script adds up the gradients itself"
     else:
         words, likely = _divided_twice(step, weights)
     if words:

@@ -278,10 +278,10 @@ class Probe:
                 del self.recordings[model]
 
     def loose(self, stepped: Watched) -> list[list[str]]:
-        """Return parameters with gradients that no optimizer steps, and held ones of no module.
+        """Return names of parameters: with gradients that no optimizer steps; held, of no module.
 
-        The third are those of the first that an optimizer holds, which has not stepped for long;
-        the fourth are held by the one that steps, without the gradients that FSDP2 holds back.
+        Third: of the first list, those whose optimizer has not stepped for long. Fourth: those of
+        `stepped` with gradients that FSDP2 has accumulated and not reduced.
         """
         held = set().union(*(each.ids for each in self.optimizers.values()))
         built = {id(p) for each in self.built for g in each.param_groups for p in g["params"]}

@@ -19,12 +19,18 @@ def holds_the_model(step: Step, rank: int, event: Event) -> Finding | None:
     """The optimizer MUST hold the parameters that the model trains with."""
     loose, stray, idle, unreduced = event["loose"]
     if unreduced:
+        grads = list(zip(step.layout(rank), event["grads"], strict=True))
+        # The optimizer leaves out parameters without a gradient: a unit may skip whole updates.
+        is_advice = any(grad is not None for _, grad in grads)
+        is_advice = is_advice and all(g is None for e, g in grads if e["name"] in unreduced)
+        likely = "set_requires_gradient_sync(False) is in force in the update's last micro-batch"
         return step.finding(
             rank,
             "expected FSDP2 to reduce its gradient before the step, got one that is accumulated on "
             f"this rank and not reduced ({len(unreduced)} parameters)",
             unreduced[0],
-            likely="set_requires_gradient_sync(False) is in force in the update's last micro-batch",
+            likely=likely + "; right if it is to be updated less often" * is_advice,
+            is_advice=is_advice,
         )
     # Where a script shards the optimizer by hand, each parameter is another rank's.
     everywhere = set.intersection(*({*each["loose"][0]} for each in step.events.values()))

@@ -69,7 +69,9 @@ class Recording:
             if kept is None:
                 self._weights[id(owner), name] = parameter.detach().clone()
             elif is_training and not torch.equal(kept, parameter):
-                self._has_moved = self._has_moved or not kept.isnan().any()  # NaN equals nothing
+                is_alike = kept.shape == parameter.shape  # and NaN equals not even itself
+                is_alike = is_alike and not ((kept != parameter) & ~kept.isnan()).any()
+                self._has_moved = self._has_moved or not is_alike
 
     def leave(self, output: Any) -> None:
         """Have the gradient of each output kept when it arrives; an evaluation has none."""
@@ -321,7 +323,7 @@ class Copy:
             if type(hook).__module__ in _MAKE_WEIGHTS:  # of other parameters; it holds no tensor
                 twin._forward_pre_hooks[key] = hook
         twin.__dict__["_compiled_call_impl"] = None
-        parts = state["_modules"].items()  # asked for its truth, a compiled DDP raises
+        parts = state["_modules"].items()  # `bool` of a compiled DDP raises
         twin.__dict__["_modules"] = {n: None if m is None else self._twin(m) for n, m in parts}
         twin.__dict__["_parameters"] = {
             n: self._parameter(module, n, p) for n, p in state["_parameters"].items()

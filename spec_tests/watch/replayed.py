@@ -268,7 +268,7 @@ def _deviation(
     ratio = _factor([(t.mean * t.factor, t.actual) for t in tensors])
     if len(tensors) > 1 and all(t.off(ratio) <= 1 for t in tensors):
         if abs(ratio - 1) < _CLOSE:
-            return None  # what clipping multiplied by is a quotient of rounded norms
+            return None  # the factor of clipping is a quotient of rounded norms
         # Reduced by hand, a sum is right where the loss was divided by the number of ranks.
 
         def is_just(factor: float) -> bool:

@@ -52,7 +52,7 @@ class Window:
         self.losses: list[dict[str, Any]] = []
         self.targets: list[Tensor] = []  # hashes of those that losses of torch were given
         self.stale: list[tuple[str, str, Tensor]] = []  # name, line, elements that are not current
-        self.scheduled: dict[int, dict[int, str]] = {}  # schedule to forwards before, and line
+        self.scheduled: dict[int, dict[int, str]] = {}  # schedule to lines, by forwards before
         self.called: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self.roots: list[Tensor] = []  # what each backward began with
         self.is_low = False  # whether it computes in 16 bits

@@ -3,8 +3,9 @@
 Recognised are a `global` statement, a cached function, an attribute of a class that is set, and an
 empty container at the top of a module or class that a function fills: `seen = {}` and `seen[key] =
 value`, `calls = []` and `calls.append(1)`, `next(numbers)`. The modules are those of the package,
-or the file and the files beside it that it imports, and of the packages that these import what
-ranks have loaded. State in another form is not seen.
+or the file and the files beside it that it imports, and what ranks have loaded of packages that
+these import and that use torch.distributed: other packages know no ranks, and what they keep
+explains nothing. State in another form is not seen.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ _CONTAINERS = (
 )
 _IMPORTS = re.compile(r"^\s*(?:import|from) +(\w+)", re.MULTILINE)
 _OURS = {*sys.stdlib_module_names, "torch", "triton", "numpy", "spec_tests"}
+_KNOWS_RANKS = re.compile(r"\btorch(\.| import )distributed\b")
 _CACHE = re.compile(r"\b(lru_)?cache\b")
 _FILLS = ("append", "add", "update", "setdefault", "extend", "pop", "insert", "clear")
 
@@ -39,8 +41,7 @@ def state_of(target: Target, modules: Mapping[str, str] = MappingProxyType({})) 
     """
     own = [*_files(target)]
     named = {name for file in own for name in _IMPORTS.findall(file.read_text(errors="replace"))}
-    theirs = [Path(f) for n, f in modules.items() if n.partition(".")[0] in named - _OURS]
-    for file in [*own, *theirs]:
+    for file in [*own, *_of_packages(named - _OURS, modules)]:
         with contextlib.suppress(OSError, SyntaxError, ValueError):  # no Python, or not readable
             if place := _first(ast.parse(file.read_bytes())):
                 return f"{file.name}:{place}"
@@ -70,6 +71,15 @@ def _files(target: Target) -> Iterator[Path]:
         for beside in sorted(path.parent.glob("*.py")):
             if re.search(rf"^\s*(import|from) {re.escape(beside.stem)}\b", text, re.MULTILINE):
                 yield beside
+
+
+def _of_packages(names: set[str], modules: Mapping[str, str]) -> Iterator[Path]:
+    """Yield the loaded files of those packages that use torch.distributed."""
+    for package in sorted(names):
+        parts = [Path(f) for n, f in modules.items() if n.partition(".")[0] == package]
+        files = [file for file in parts if file.suffix == ".py" and file.is_file()]
+        if any(_KNOWS_RANKS.search(file.read_text(errors="replace")) for file in files):
+            yield from files
 
 
 def _first(tree: ast.Module) -> str:

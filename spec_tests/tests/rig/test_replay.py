@@ -121,6 +121,7 @@ def test_what_only_simulated_ranks_show_of_modules_with_state_is_not_judged(
         ("ids, seen = count(), {}\ndef f(x):\n    seen[x] = 1\n", "mine.py:1: `ids, seen"),
         ("from beside import f\n", "beside.py:1: `kept = []`"),
         ("import framework.part\n", "part.py:1: `kept = []`"),
+        ("import tool\n", ""),
         ("import sys, torch\n", ""),
         ("class A:\n    def f(self):\n        self.n = []; self.n.append(1)\n", ""),
         ("names = set(('a',))\ndef f(x):\n    return x in names, []\n", ""),
@@ -133,7 +134,9 @@ def test_state_in_a_module_is_what_is_there_to_be_changed(tmp_path: Path, text: 
     (tmp_path / "far").mkdir()
     (part := tmp_path / "far" / "part.py").write_text("kept = []\ndef f(x): kept.append(x)\n")
     (tmp_path / "beside.py").write_bytes(part.read_bytes())
-    modules = {name: str(part) for name in ("framework.part", "torch.part", "sys", "other")}
+    (ranks := tmp_path / "far" / "ranks.py").write_text("import torch.distributed as dist\n")
+    names = ("framework.part", "torch.part", "sys", "other", "tool")
+    modules = {name: str(part) for name in names} | {"framework": str(ranks), "torch": str(ranks)}
     found = shared.state_of(impls.parse(str(file)), modules)
     assert (state in found) if state else found == ""
 
