@@ -310,7 +310,7 @@ def _tell_of_gloo(error: BaseException, clause: Clause, case: Case, world: World
     with nothing_shrunk():
         found = runner.run_case(again, world.target, case, world.worlds, transport="gloo")
     if is_nan and not in_flight and not re.search(r"\bnan\b", found.message):
-        error.add_note("NaN on simulated ranks alone: a result was read before it was waited for")
+        error.add_note("NaN on simulated ranks alone: perhaps read before it was waited for")
     has_passed = found.outcome is Outcome.PASSED
     may_share = has_passed and not _is_of_its_order(again, case, world)
     if may_share and runner.mode_of(error) == "hang":

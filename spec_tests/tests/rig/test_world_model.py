@@ -88,13 +88,8 @@ TELLS = {
 }
 
 
-ELSE = (
-    "summed",
-    "divided-twice",
-    "all-but-the-last",
-    "not-thawed",
-    "frozen-trains",
-)  # have another diagnosis
+# These have another diagnosis.
+ELSE = ("summed", "divided-twice", "all-but-the-last", "not-thawed", "frozen-trains")
 
 
 def judged(line: str, size: int, fault: str) -> None:
